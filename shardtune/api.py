@@ -7,39 +7,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import Any
 
-from shardtune.errors import UserError
 from shardtune.report import read_run as report
-
-if TYPE_CHECKING:
-    import pandas
-
-
-class Records(list[dict[str, Any]]):
-    """A list of dicts, which `to_pandas` makes a DataFrame of. A slice is one, too."""
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Records: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | Records:
-        found = super().__getitem__(index)
-        return Records(found) if isinstance(found, list) else found
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """Return a row for each record. None becomes NaN in a column of numbers.
-
-        Raises:
-            UserError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise UserError(
-                "pandas is not installed - pip install pandas, or use the records as they are"
-            ) from error
-        return pandas.DataFrame(self)
 
 
 @dataclass(frozen=True)
@@ -49,9 +19,9 @@ class Run:
     `unread`: how many of its lines cannot be read and are left out.
     """
 
-    steps: Records
-    evaluations: Records
-    plan: Records
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    plan: list[dict[str, Any]]
     unread: int
 
 
@@ -65,8 +35,9 @@ class Plan:
     trained_parameters: int
     states: dict[str, int]  # parameters, gradients, optimizer; host_...: in host memory
     peak_bytes: int
-    memory: Records  # by phase: total, and by cause
-    traffic: Records  # by collective: between_nodes, into a node; inside_node, into a rank
+    memory: list[dict[str, Any]]  # by phase: total, and by cause
+    # By collective: between_nodes, into a node; inside_node, into a rank.
+    traffic: list[dict[str, Any]]
     step_seconds: float | None  # at least; None where it is not known
     bound_by: str | None  # what takes that time
     # The lines of `shardtune plan`, without changes that would help.
@@ -80,8 +51,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         UserError: there is no run.
     """
     run = report.read_run(Path(path))
-    steps, evaluations, plans = (Records(run.of_kind(kind)) for kind in ("step", "eval", "plan"))
-    return Run(steps, evaluations, plans, run.unread)
+    return Run(run.of_kind("step"), run.of_kind("eval"), run.of_kind("plan"), run.unread)
 
 
 def plan(
@@ -127,14 +97,14 @@ def plan(
         trained_parameters=run.trained_parameters,
         states=asdict(run.states),
         peak_bytes=run.peak_bytes,
-        memory=Records(
+        memory=[
             {"phase": phase, "total": peak.n_bytes} | {f"{c}": peak.by_cause[c] for c in Cause}
             for phase, peak in run.peaks.items()
-        ),
-        traffic=Records(
+        ],
+        traffic=[
             {"collective": kind, "between_nodes": between[kind], "inside_node": inside[kind]}
             for kind in between
-        ),
+        ],
         step_seconds=run.floor_s or None,
         bound_by=run.bound_by,
         text="\n".join([*describe_config(made), verdict(run)]),

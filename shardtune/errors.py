@@ -64,11 +64,6 @@ class OutOfMemory(Exception):
     """One rank has less memory than it needs: `<what> - <what to do>`; exit code 1."""
 
 
-def gb(n_bytes: float) -> str:
-    """Return a size in GB of 1e9 bytes, with three digits or more."""
-    return f"{n_bytes / 1e9:,.0f} GB" if n_bytes >= 1e11 else f"{n_bytes / 1e9:.3g} GB"
-
-
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
     """Run every check, even after one has refused, and return their results.
 

@@ -14,7 +14,7 @@ class StdoutHandler(logging.Handler):
     """Write each line in one piece to standard output, which may close before the run ends."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        prefix = "Warning: " if record.levelno == logging.WARNING else ""
+        prefix = "WARNING: " if record.levelno == logging.WARNING else ""
         try:
             print(f"{prefix}{record.getMessage()}\n", end="", flush=True)
         except OSError:

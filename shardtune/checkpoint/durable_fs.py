@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardtune.errors import gb
+from shardtune.units import rounded_gb
 
 _BLOCK_BYTES = 1 << 25
 
@@ -180,13 +180,13 @@ def missing_room(error: Exception, what: str, needed_bytes: float, part: Path) -
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
-    needed = f"; {what} takes {gb(needed_bytes)} of the disk of {part.parent}"
+    needed = f"; {what} takes {rounded_gb(needed_bytes)} of the disk of {part.parent}"
     try:
         missing = needed_bytes - free_bytes(part.parent) - size(part)
     except OSError:
         return needed
     # A quota leaves less than that.
-    return f"{needed}, {gb(missing)} more than it has free" if missing > 0 else needed
+    return f"{needed}, {rounded_gb(missing)} more than it has free" if missing > 0 else needed
 
 
 def delete(path: Path) -> None:

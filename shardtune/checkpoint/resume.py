@@ -21,9 +21,10 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.run_dir import ADAPTER, BEST, RunDir
 from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
-from shardtune.errors import UserError, first_few, gb
+from shardtune.errors import UserError, first_few
 from shardtune.log import logger, node_logger
 from shardtune.run_files import METRICS
+from shardtune.units import rounded_gb
 
 _STAGING = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # of a SaveAttempt
 _FROM_COPY = "restore it from a copy"
@@ -182,7 +183,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     def clear() -> Iterable[Path]:
         if unfinished := leftovers(run_dir, resumed):
             names = first_few([path.name for path in unfinished], 4)
-            size = gb(sum(map(durable_fs.size, unfinished)))
+            size = rounded_gb(sum(map(durable_fs.size, unfinished)))
             node_logger.info(f"Deleted, left by saves that did not finish: {names} ({size})")
         durable_fs.recover_replaced(run_dir.path / BEST)
         for entry in entries:

@@ -10,6 +10,7 @@ import torch
 from shardtune.distributed.host_memory import available_memory, pinned_zeros
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.units import gb
 
 
 class Staging:
@@ -73,13 +74,13 @@ def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging |
         free = min(available for of_node, _, available in per_rank if of_node == node)
         if needed > free:
             logger.info(
-                f"Checkpoint staging: checkpoint.mode=async needs {needed / 1e9:.1f} GB of host "
-                f"memory on node {node}, and {free / 1e9:.1f} GB are free. Saves are "
+                f"Checkpoint staging: checkpoint.mode=async needs {gb(needed)} GB of host "
+                f"memory on node {node}, and {gb(free)} GB are free. Saves are "
                 "synchronous: training waits for the disk"
             )
             return None
     largest = max(size for _, size, _ in per_rank)
-    logger.info(f"Checkpoint staging: {largest / 1e9:.2f} GB of host memory per rank")
+    logger.info(f"Checkpoint staging: {gb(largest, 2)} GB of host memory per rank")
     return Staging(tensors, world.device)
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from shardtune.checkpoint.export.listing import LISTING, Listing, read_listing
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
+from shardtune.units import gb
 
 _READ_BYTES = 1 << 22
 _EXPORT_AGAIN = "export the model again, or restore it from a copy"
@@ -66,7 +67,7 @@ def _check_all(written: Checkpoint | Listing) -> dict[str, str]:
         checked = check_files(written, names, os.cpu_count() or 1, bar.update)
     problems = {name: problem for name, problem in checked.items() if problem}
     if not problems:
-        print(f"{written.name}: intact, {len(names)} files, {total / 1e9:.2f} GB")
+        print(f"{written.name}: intact, {len(names)} files, {gb(total, 2)} GB")
     return problems
 
 

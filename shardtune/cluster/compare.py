@@ -9,6 +9,7 @@ from shardtune.cluster.control import Message
 from shardtune.cluster.node_info import digest_of
 from shardtune.distributed.division import split_stage, undivided
 from shardtune.errors import first_few
+from shardtune.units import gb
 
 _MOST_LINES = 10
 _SKEW_REFUSED_S = 30.0
@@ -95,7 +96,7 @@ def agreement(facts: Sequence[Message]) -> list[str]:
     if len(facts) > 1:
         is_shared = all(fact["shares_run_dir"] for fact in facts)
         where = " is shared by all nodes" if is_shared else " is on each node's own disk"
-    free = " and ".join(f"{fact['free_disk_bytes'] / 1e9:.0f}" for fact in facts[:8])
+    free = " and ".join(gb(fact["free_disk_bytes"], 0) for fact in facts[:8])
     run_dir = f"run.dir {first['run_dir']}{where}, {free} GB free"
     return [installed, f"digests: {digests}", run_dir, *first["remarks"]]
 

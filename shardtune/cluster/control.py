@@ -316,7 +316,7 @@ def say(line: str) -> None:
 
 
 def warn(line: str) -> None:
-    logger.info(f"Warning: {printable(line)}")
+    logger.warning(printable(line))
 
 
 def printable(text: str) -> str:

@@ -24,6 +24,7 @@ from shardtune.config_io import bare, shared_settings
 from shardtune.data.paths import kind_of, split_path
 from shardtune.model.config_json import older_transformers
 from shardtune.model.weight_files import WHOLE_BYTES, content_digest, tensors_digest
+from shardtune.units import gb
 
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file
 # Variables of NCCL and gloo, unless they name a node's own devices and files or only log more.
@@ -147,8 +148,8 @@ def _warnings(gpus: list[Message], rdma_ports: str) -> Iterator[str]:
     for number, gpu in enumerate(gpus):
         free, total = gpu["memory"]
         if free < 0.9 * total:
-            gb = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB"
-            yield f"GPU {number} has only {gb} free, another process holds the rest (nvidia-smi)"
+            room = f"{gb(free)} of {gb(total)} GB"
+            yield f"GPU {number} has only {room} free, another process holds the rest (nvidia-smi)"
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     if shm_bytes < _SHM_BYTES:
         yield (

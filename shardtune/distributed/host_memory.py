@@ -10,6 +10,7 @@ import torch
 from torch.cuda import _pin_memory_utils
 
 from shardtune.errors import RunFailed, first_line
+from shardtune.units import gb
 
 _FLAGS = (
     mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -60,7 +61,7 @@ def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
         _pin_memory_utils.pin_memory(memory.data_ptr(), n_bytes)
     except RuntimeError as error:
         raise RunFailed(
-            f"{n_bytes / 1e9:.1f} GB of host memory for {use} cannot be pinned "
+            f"{gb(n_bytes)} GB of host memory for {use} cannot be pinned "
             f"({first_line(error)}) - {remedy}"
         ) from error
     return memory

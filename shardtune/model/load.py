@@ -37,6 +37,7 @@ from shardtune.model.lora import FACTORS
 from shardtune.model.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
 from shardtune.model.text_model import drop_towers
 from shardtune.model.weight_files import stored_tensors
+from shardtune.units import duration, gb
 
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
 _READERS = 4  # threads per rank
@@ -137,23 +138,23 @@ class _Reader:
         if seconds < _FIRST_REPORT_S or now < self._reported + _REPORT_EVERY_S:
             return
         done = min(1.0, self._read_bytes / max(1.0, self._share * self.total_bytes))
-        rate = f"{done * self.total_bytes / seconds / 1e9:.2f} GB/s"
-        total, estimate = _gigabytes(self.total_bytes), seconds / done
+        rate = f"{gb(done * self.total_bytes / seconds, 2)} GB/s"
+        total, estimate = f"{gb(self.total_bytes)} GB", seconds / done
         if not self._reported:
-            logger.info(f"Reading weights: about {_duration(estimate)} for {total}, at {rate}")
+            logger.info(f"Reading weights: about {duration(estimate)} for {total}, at {rate}")
         else:
             logger.info(
-                f"Reading weights: {_gigabytes(done * self.total_bytes)} of {total} | {rate} | "
-                f"about {_duration(estimate - seconds)} left"
+                f"Reading weights: {gb(done * self.total_bytes)} GB of {total} | {rate} | "
+                f"about {duration(estimate - seconds)} left"
             )
         self._reported = now
 
     def report_end(self) -> None:
         if self._reported:
             seconds = time.monotonic() - self._began
-            rate = f"{self.total_bytes / seconds / 1e9:.2f} GB/s"
-            total = _gigabytes(self.total_bytes)
-            logger.info(f"Read weights: {total} in {_duration(seconds)}, {rate}")
+            rate = f"{gb(self.total_bytes / seconds, 2)} GB/s"
+            total = gb(self.total_bytes)
+            logger.info(f"Read weights: {total} GB in {duration(seconds)}, {rate}")
 
 
 def _read_pieces(file: IO[bytes], pieces: Sequence[tuple[int, memoryview]]) -> None:
@@ -163,14 +164,6 @@ def _read_pieces(file: IO[bytes], pieces: Sequence[tuple[int, memoryview]]) -> N
             if not count:
                 raise OSError(f"{file.name}: ends at byte {start}, before its last tensor")
             start, target = start + count, target[count:]
-
-
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 class SliceConverter(WeightConverter):

@@ -27,6 +27,7 @@ from shardtune.model.weight_files import (
     split_quantised,
     stored_bytes,
 )
+from shardtune.units import gb
 
 QUANTIZATION = "quantization_config"  # of a config.json
 DTYPES_OF_PARTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
@@ -307,7 +308,7 @@ def describe_quantised(folder: Path) -> str:
     if not method:
         return ""
     size = stored_bytes(folder)
-    files = f", {size / 1e9:.2f} GB of files" if size else ""
+    files = f", {gb(size, 2)} GB of files" if size else ""
     return (
         f"Source: quantised ({method}{files}); each rank dequantises its slices while it reads "
         "them, and export.dtype=source means bfloat16"

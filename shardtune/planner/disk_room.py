@@ -6,8 +6,9 @@ from pathlib import Path
 
 from shardtune.checkpoint import Disk
 from shardtune.config import Config
-from shardtune.errors import UserError, gb
+from shardtune.errors import UserError
 from shardtune.log import logger
+from shardtune.units import rounded_gb
 
 
 def saves_left(every_steps: int, first_step: int, total_steps: int) -> int:
@@ -39,11 +40,12 @@ def require_room(
     place = f"run.dir={config.run.dir} on {disk.node}"
     if Path(disk.directory) != Path(config.run.dir):
         place += f", the disk of {disk.directory}"
-    free = f"{gb(disk.room)} are free"
+    free = f"{rounded_gb(disk.room)} are free"
     if disk.cleared_bytes:
-        free += f" ({gb(disk.cleared_bytes)} of it once unfinished saves are deleted)"
+        free += f" ({rounded_gb(disk.cleared_bytes)} of it once unfinished saves are deleted)"
     if checkpoint_bytes > disk.room:
-        problem = f"{place}: a checkpoint takes {gb(checkpoint_bytes)} of this disk, and {free}"
+        needed = rounded_gb(checkpoint_bytes)
+        problem = f"{place}: a checkpoint takes {needed} of this disk, and {free}"
         if not config.run.ignore_plan:
             elsewhere = "name a run.dir"
             if resumed:
@@ -51,7 +53,7 @@ def require_room(
                 directory = auto if config.run.resume == "auto" else config.run.resume
                 elsewhere = f"go on with run.resume={directory} and a run.dir"
             raise UserError(
-                f"{problem} - free {gb(checkpoint_bytes - disk.room)}, or {elsewhere} on "
+                f"{problem} - free {rounded_gb(checkpoint_bytes - disk.room)}, or {elsewhere} on "
                 "another disk; run.ignore_plan=true starts it all the same"
             )
         logger.info(f"Disk: {problem}; the run starts all the same (run.ignore_plan=true)")
@@ -63,11 +65,12 @@ def require_room(
     more = saved_bytes + exported_bytes
     if more > disk.room:
         parts = [f"checkpoints (checkpoint.keep={keep}, and the next one)"] * (saved_bytes > 0)
-        parts += [f"{gb(exported_bytes)} of models"] * (exported_bytes > 0)
+        parts += [f"{rounded_gb(exported_bytes)} of models"] * (exported_bytes > 0)
         failures = ["a save that fails is said, and training goes on"] * (saved_bytes > 0)
         failures += ["a final model that fails ends the run with 1"] * (exported_bytes > 0)
         lower = ", or lower checkpoint.keep" if saved_bytes and keep > 1 else ""
         logger.info(
-            f"Disk: {place}: {free}, and the run will add {gb(more)}: {' and '.join(parts)}. Make "
-            f"room for {gb(more - disk.room)} meanwhile{lower}: {' and '.join(failures)}"
+            f"Disk: {place}: {free}, and the run will add {rounded_gb(more)}: "
+            f"{' and '.join(parts)}. Make room for {rounded_gb(more - disk.room)} meanwhile"
+            f"{lower}: {' and '.join(failures)}"
         )

@@ -44,6 +44,7 @@ from shardtune.planner.search import Search, as_arguments, launch_command
 from shardtune.planner.verdict import lacking, verdict
 from shardtune.training.context import Planned, Run
 from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
+from shardtune.units import gb
 
 _BOUND_SUFFICES = 0.1  # of the memory
 _UNSIMULATED = "no step was simulated"
@@ -256,7 +257,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     changes = Search(plan, model_config, is_allowed).changes(simulations) if must_fit else []
     return as_prediction(plan) | {
         "changes": [
-            " ".join(as_arguments(change.values)) + f" ({_gb(change.plan.peak_bytes)})"
+            " ".join(as_arguments(change.values)) + f" ({gb(change.plan.peak_bytes, 2)} GB)"
             for change in changes
         ]
     }
@@ -283,20 +284,17 @@ def _comparison(prediction: Prediction, held_bytes: int, peak: float, seconds: f
     """Return a line that holds the measured peak and time against the planned ones."""
     at_most = "" if prediction["source"] == "simulated step" else "at most "
     # On CPUs the process is measured, which holds more than the plan counts.
-    held = f" ({_gb(held_bytes)} before the weights, the rest tensors)" if held_bytes else ""
+    before = f" ({gb(held_bytes, 2)} GB before the weights, the rest tensors)"
+    held = before if held_bytes else ""
     process = " (the process, with mapped files and freed memory)" if held_bytes else ""
     step = "-"
     if prediction["step_s"]:
         step = f"at least {prediction['step_s']:.3g} s ({prediction['bound_by']}, full rows)"
     return (
-        f"Predicted peak memory: {at_most}{_gb(prediction['peak_bytes'] + held_bytes)}{held} | "
-        f"Measured: {_gb(peak)}{process} | "
+        f"Predicted peak memory: {at_most}{gb(prediction['peak_bytes'] + held_bytes, 2)} GB{held} "
+        f"| Measured: {gb(peak, 2)} GB{process} | "
         f"Predicted step time: {step} | Measured: {seconds:.3g} s (median)"
     )
-
-
-def _gb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.2f} GB"
 
 
 if __name__ == "__main__":

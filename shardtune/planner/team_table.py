@@ -17,7 +17,8 @@ from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.plan import make_plan
 from shardtune.planner.search import ADAPTERS, Change, Search, as_arguments, with_mesh, with_values
 from shardtune.planner.status_lines import Say
-from shardtune.planner.text import gb, table
+from shardtune.planner.text import table
+from shardtune.units import gb
 
 _ROWS = 32  # of a step, at least
 _ACCUMULATION = "train.gradient_accumulation_steps"

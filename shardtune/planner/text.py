@@ -12,6 +12,7 @@ from shardtune.planner.search import Change, Estimate, as_arguments
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.storage import Storage
 from shardtune.planner.tracker import Cause
+from shardtune.units import duration, gb
 
 
 def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
@@ -111,7 +112,7 @@ def _storage(plan: Plan) -> Iterator[str]:
     storage, nodes = plan.storage, plan.machine.nodes
     yield (
         f"A checkpoint takes {gb(storage.checkpoint_bytes)} GB of disk, and "
-        f"{_duration(storage.save_s)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
+        f"{duration(storage.save_s)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
     )
     total = storage.checkpoints_bytes + storage.exported_bytes
     yield (
@@ -193,14 +194,6 @@ def describe_room(plan: Plan, room: Mapping[str, tuple[int, Estimate] | None]) -
             cells = [f"{nodes}", gb(mesh.peak_bytes), " ".join(as_arguments(mesh.values))]
         rows.append([trained, *cells])
     yield from table(["trained", "from nodes", "peak, GB", "with"], rows)
-
-
-def gb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.1f}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

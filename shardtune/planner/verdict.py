@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardtune.planner.plan import Plan
-from shardtune.planner.text import gb, pinned
+from shardtune.planner.text import pinned
+from shardtune.units import gb
 
 
 def verdict(plan: Plan) -> str:

@@ -46,5 +46,5 @@ def report(options: argparse.Namespace) -> None:
             f"{out}: the page cannot be written ({error.strerror}) - name another file with --out"
         ) from error
     for note in notes:
-        print(f"Warning: {note}")
+        print(f"WARNING: {note}")
     print(f"Report: {out.resolve()}")

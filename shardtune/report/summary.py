@@ -11,6 +11,7 @@ import numpy as np
 from shardtune.errors import counted
 from shardtune.report.charts import mean_width, network_share, smooth
 from shardtune.report.read_run import ENDED_EARLY, LOADS, Entry, RunRecord
+from shardtune.units import gb
 
 _RANKS = {"cuda": "GPU", "cpu": "CPU process"}
 _EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # as they are without any
@@ -182,7 +183,7 @@ def _memory(run: RunRecord) -> str:
     memory = run.column("step", "memory_bytes")
     if not np.isfinite(memory).any():
         return NOT_WRITTEN if run.of_kind("step") else f"({no_step(run)})"
-    return f"{np.nanmax(memory) / 1e9:.1f} GB of a rank at most"
+    return f"{gb(np.nanmax(memory))} GB of a rank at most"
 
 
 def _machine(run: RunRecord) -> str:

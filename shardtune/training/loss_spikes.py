@@ -33,8 +33,8 @@ class LossSpikes(StepObserver):
             middle = median(before)
             scatter = median(abs(each - middle) for each in before)
             if loss > max(middle + _DEVIATIONS * scatter, _RATIO * middle):
-                logger.info(
-                    f"WARNING: loss spike: {loss:.4f} in step {ended.step.number}, and the median "
+                logger.warning(
+                    f"loss spike: {loss:.4f} in step {ended.step.number}, and the median "
                     f"of the {len(before)} steps before it is {middle:.4f} - look at its records: "
                     f"{inspect_command(self._config, ended.step.number)}"
                 )

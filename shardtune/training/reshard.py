@@ -37,6 +37,7 @@ from shardtune.model.build import compute_dtype, gradient_dtype, widest_gradient
 from shardtune.model.experts import gathered_numel
 from shardtune.model.overlap import gathered_groups
 from shardtune.training.states import StateBytes
+from shardtune.units import gb
 
 _SHARE = 0.5  # of the free memory; the rest is for activations
 
@@ -122,7 +123,8 @@ def choose_reshard_policy(
         made = "whole on each rank, copied" if world.mesh["shard"].size() == 1 else "gathered"
         logger.info(
             f"Parameters: {made} {_when(policy, kept, world)} "
-            f"({_gb(sum(kept.parameters))} unsharded, room for {_gb(room_for_parameters)})"
+            f"({gb(sum(kept.parameters), 2)} GB unsharded, "
+            f"room for {gb(room_for_parameters, 2)} GB)"
         )
     else:
         logger.info("Parameters: whole on each rank, not copied")
@@ -131,8 +133,9 @@ def choose_reshard_policy(
         if world.replicas > 1 and not policy.keep_gradients:
             when = "once a step" if policy.keep_sums else "as often"
             reduced += f", between replicas {when}"
-        reason = "as before the resume" if saved else f"room for {_gb(room)}"
-        logger.info(f"Gradients: reduced {reduced} ({_gb(kept.gradients)} unsharded, {reason})")
+        reason = "as before the resume" if saved else f"room for {gb(room, 2)} GB"
+        unsharded = f"{gb(kept.gradients, 2)} GB unsharded"
+        logger.info(f"Gradients: reduced {reduced} ({unsharded}, {reason})")
     return policy
 
 
@@ -142,7 +145,7 @@ def _when(policy: ReshardPolicy, kept: KeptBytes, world: World) -> str:
     if number in (0, groups):
         return once if number else always
     stage = " of the first stage" if world.stages > 1 else ""
-    size = _gb(sum(kept.parameters[:number]))
+    size = f"{gb(sum(kept.parameters[:number]), 2)} GB"
     return f"{once} in {number} of {groups} groups{stage} ({size}), {always} in the others"
 
 
@@ -200,7 +203,3 @@ def _free_bytes(world: World) -> float:
     free, _ = torch.cuda.mem_get_info(world.device)
     cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     return free + cached
-
-
-def _gb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.2f} GB"

@@ -53,6 +53,7 @@ from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.sinks import require_packages
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes
+from shardtune.units import gb
 
 # Of each stage: from here on the bubble hardly counts (GPipe, arXiv 1811.06965).
 _ENOUGH_MICRO_BATCHES = 4
@@ -69,7 +70,7 @@ def start_logging(config: Config, world: World) -> None:
         beside = max(world.all_gather_json(total - free - torch.cuda.memory_reserved(world.device)))
         ranks = f", the most of {world.size} ranks" if world.size > 1 else ""
         logger.info(
-            f"GPU memory: {beside / 1e9:.2f} GB in use beside PyTorch's (CUDA's context, NCCL, "
+            f"GPU memory: {gb(beside, 2)} GB in use beside PyTorch's (CUDA's context, NCCL, "
             f"other processes{ranks})"
         )
     for remark in (*untried_versions(), *remarks(config)):
@@ -383,16 +384,16 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
     states = [StateBytes(**each) for each in world.all_gather_json(asdict(state))]
     fullest = max(states, key=lambda each: each.total)
     logger.info(
-        f"Parameters: {total:,} | Per rank: {fullest.total / 1e9:.2f} GB = "
-        f"{fullest.parameters / 1e9:.2f} GB weights + {fullest.gradients / 1e9:.2f} GB gradients + "
-        f"{fullest.optimizer / 1e9:.2f} GB optimizer"
+        f"Parameters: {total:,} | Per rank: {gb(fullest.total, 2)} GB = "
+        f"{gb(fullest.parameters, 2)} GB weights + {gb(fullest.gradients, 2)} GB gradients + "
+        f"{gb(fullest.optimizer, 2)} GB optimizer"
     )
     if fullest.host:
         logger.info(
-            f"Host memory: {fullest.host / 1e9:.2f} GB pinned per rank = "
-            f"{fullest.host_masters / 1e9:.2f} GB masters + "
-            f"{fullest.host_gradients / 1e9:.2f} GB gradients + "
-            f"{fullest.host_optimizer / 1e9:.2f} GB optimizer"
+            f"Host memory: {gb(fullest.host, 2)} GB pinned per rank = "
+            f"{gb(fullest.host_masters, 2)} GB masters + "
+            f"{gb(fullest.host_gradients, 2)} GB gradients + "
+            f"{gb(fullest.host_optimizer, 2)} GB optimizer"
         )
     if config.model.activation_checkpointing == "offload":
         is_cpu = world.device.type == "cpu"

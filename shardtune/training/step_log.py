@@ -12,6 +12,7 @@ from shardtune.metrics_schema import StepEntry
 from shardtune.model.flops import DevicePeak, MfuMeter
 from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepEnded, StepObserver
+from shardtune.units import gb
 
 
 class StepLog(StepObserver):
@@ -71,10 +72,10 @@ class StepLog(StepObserver):
             f"{steps / seconds:#.3g}".rstrip(".") + " it/s",
             f"{tokens / seconds:.0f} tok/s",
             *([f"MFU {mfu_seconds / seconds:.1%}"] if mfu is not None else []),
-            f"{stats.peak_memory_bytes / 1e9:.1f} GB",
+            f"{gb(stats.peak_memory_bytes)} GB",
             f"ETA {_duration((total - number) * seconds / steps)}",
             time.strftime("%H:%M:%S"),
-            *([f"{reserved / 1e9:.1f} GB reserved"] if reserved else []),
+            *([f"{gb(reserved)} GB reserved"] if reserved else []),
             *filter(None, [self._saver.not_saved]),
         ]
         logger.info(" | ".join(fields))

@@ -153,7 +153,7 @@ def test_strangers_are_dropped_and_the_launch_goes_on(folder: Path, start: Start
         node.stop()
     silent.close()
     warnings = [line for line in master.lines if "dropped" in line and "no message" not in line]
-    dropped = r"Warning: the connection with 127.0.0.1(, as node \w+,)? is dropped: it "
+    dropped = r"WARNING: the connection with 127.0.0.1(, as node \w+,)? is dropped: it "
     assert all(re.match(dropped, line) for line in warnings)
     assert len(warnings) == 2, master.lines
 

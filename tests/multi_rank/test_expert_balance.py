@@ -150,5 +150,5 @@ def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]
         tokens = [3, 0, int(step in (50, 250))]
         experts.step_ended(ended(step, np.array([tokens])))
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("Warning: 1 experts have had no tokens for 100 steps, first expert 1 ")
+    assert first.startswith("WARNING: 1 experts have had no tokens for 100 steps, first expert 1 ")
     assert "expert 2 of experts" in second

@@ -13,7 +13,7 @@ from shardtune.log import logger, node_logger, setup_logging
 
 @pytest.mark.parametrize(
     ("is_main", "is_node_main", "shown"),
-    [(True, True, "run\nWarning: hot\nnode\n"), (False, True, "node\n"), (False, False, "")],
+    [(True, True, "run\nWARNING: hot\nnode\n"), (False, True, "node\n"), (False, False, "")],
 )
 def test_lines_appear_once_a_run_or_once_a_node(
     is_main: bool, is_node_main: bool, shown: str, capsys: pytest.CaptureFixture[str]

@@ -47,6 +47,6 @@ def test_a_spike_is_named_with_its_command(losses: list[float], named: list[int]
         *map(str, named)
     ]
     for number, line in zip(named, lines, strict=True):
-        assert line.startswith("WARNING: loss spike: ")
+        assert line.startswith("loss spike: ")
         command = "python -m shardtune inspect-data --config runs/mine/config.yaml --step"
         assert line.endswith(f": {command} {number}")

@@ -32,6 +32,7 @@ from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.metrics_schema import BestEntry, EvalEntry
 from shardtune.model.files import model_folder
+from shardtune.units import gb
 
 _RESULT = ("step", "loss", "perplexity")
 
@@ -69,7 +70,7 @@ class Best:
         self.lowest: dict[str, Any] = {}
         self._is_first_write = True
         logger.info(
-            f"Best model: {self._export.bytes / 1e9:.2f} GB, written to {self._out} at each "
+            f"Best model: {gb(self._export.bytes, 2)} GB, written to {self._out} at each "
             "evaluation with a lower loss than before, while training waits"
         )
 
@@ -128,7 +129,7 @@ class Best:
                 durable_fs.delete(durable_fs.unfinished(self._out))
         speed = ""
         if self._is_first_write:
-            speed = f": {self._export.bytes / 1e9:.2f} GB in {seconds:.1f} s, as each later one"
+            speed = f": {gb(self._export.bytes, 2)} GB in {seconds:.1f} s, as each later one"
         self._is_first_write = False
         logger.info(
             f"Saved the best model so far, of step {result['step']}, perplexity "
