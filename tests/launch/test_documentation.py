@@ -46,10 +46,10 @@ def starting(*prefixes: str) -> list[str]:
     return [command for command in COMMANDS if command.startswith(prefixes)]
 
 
-# Those that other tests run: `make demo` and the rest of the targets, the preflight alone, and what
-# drops duplicates.
+# Those that other tests run: `make demo` and the rest of the targets, the preflight alone, what
+# drops duplicates, and what reads exported chats.
 ELSEWHERE = starting(
-    "make ", "python -m distTest.preflight", "python -m tests.pretend_gpu", "python -c"
+    "make ", "python -m distTest.preflight", "python -m tests.pretend_gpu", "python -c", "jq "
 )
 NODES, ALONE, GREPS = starting("MASTER_ADDR="), starting("NNODES=1 "), starting("grep")
 (BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
