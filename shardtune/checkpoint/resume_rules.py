@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.config import KEYS, Config, resume_may_change
 from shardtune.config_io import changed_keys, to_dict
+from shardtune.distributed.layout import data_ranks
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, counted
@@ -74,9 +75,8 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
 
 def _batch(settings: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     """Return the rows of all ranks' micro-batches together, and of a step."""
-    train, parallel = settings["train"], settings["parallel"]  # which once had no context or stages
-    data_ranks = ranks // (parallel.get("stages", 1) * parallel.get("context", 1))
-    rows = data_ranks * train["micro_batch_size"]
+    train = settings["train"]
+    rows = data_ranks(ranks, settings["parallel"]) * train["micro_batch_size"]
     return rows, rows * train["gradient_accumulation_steps"]
 
 

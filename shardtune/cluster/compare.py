@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardtune.cluster.control import Message
 from shardtune.cluster.node_info import digest_of
-from shardtune.distributed.division import split_stage, undivided
+from shardtune.distributed.layout import split_stage, undivided
 from shardtune.errors import first_few
 from shardtune.units import gb
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardtune.config import DistributedConfig, ParallelConfig
-from shardtune.distributed.division import mesh_problems, split_stage
 from shardtune.distributed.gpus import unseen_gpus, use_gpu
+from shardtune.distributed.layout import mesh_problems, split_stage
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S

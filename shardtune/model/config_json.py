@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from packaging.version import Version
 
 from shardtune.config import Config
-from shardtune.distributed.division import mesh_problems, split_stage
+from shardtune.distributed.layout import mesh_problems, split_stage
 from shardtune.errors import UserError, divisors, missing_directory
 
 # The ways of quantising that are read.

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.division import mesh_problems, split_stage
+from shardtune.distributed.layout import mesh_problems, split_stage
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.config_json import undivided_heads

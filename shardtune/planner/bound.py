@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.layout import tokens_per_rank
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
@@ -27,8 +28,7 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     `model` comes from `build_on_meta`. All parameters and gradients count as unsharded at once,
     each parameter's product as kept for the backward, and attention as under a mask.
     """
-    tokens = config.train.micro_batch_size * config.data.max_length
-    tokens = -(-tokens // config.parallel.context)
+    tokens = tokens_per_rank(config)
     head: Any = model.get_output_embeddings()
     logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
     # A layer that is computed again keeps its input alone, but one layer is whole in the backward.

@@ -132,10 +132,8 @@ def read_model(config: Config, say: Say) -> tuple[PreTrainedConfig, str]:
 
 def describe_config(made: ConfigPlan) -> Iterator[str]:
     """Yield the lines of a plan."""
-    parallel = made.config.parallel
-    data_ranks = made.plan.machine.ranks // parallel.stages // parallel.context
     yield from made.notes
-    yield from describe(made.plan, run_length(made.config, data_ranks))
+    yield from describe(made.plan, run_length(made.config, made.plan.machine.ranks))
 
 
 def _require_fitting_files(path: str) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.layout import rows_per_step, tokens_per_rank
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
@@ -218,8 +219,7 @@ def make_plan(
     simulations = simulations or Simulations(model_config)
     stages = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
     plan = _join(stages)
-    tokens = config.data.max_length * config.train.micro_batch_size // config.parallel.context
-    tiles = tokens // TILE_TOKENS
+    tiles = tokens_per_rank(config) // TILE_TOKENS
     if plan.fits or plan.reason or tiles < 2:
         return plan
     if plan.least_bytes > machine.memory_bytes:
@@ -332,7 +332,7 @@ def _plan_stage(
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
         peaks, pools = {"any phase": bounded_memory(own, config, states, world)}, []
     link = host_link(sum(updated), shapes.compute_bytes, policy, config)
-    rows = _rows_of_step(config, world)
+    rows = rows_per_step(world.size, config)
     plan = Plan(
         config=config,
         machine=machine,
@@ -359,11 +359,6 @@ def _plan_stage(
     if measured and not policy.kept_groups:
         return _keep_groups(plan, measured, own, kept, optimizer, pieces, world)
     return plan
-
-
-def _rows_of_step(config: Config, world: World) -> int:
-    train = config.train
-    return train.micro_batch_size * train.gradient_accumulation_steps * world.data_ranks
 
 
 def _measure(

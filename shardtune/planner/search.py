@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from shardtune.config import KEYS, Config
 from shardtune.config_io import to_dict
-from shardtune.distributed.division import split_stage
+from shardtune.distributed.layout import rows_per_step, split_stage
 from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
@@ -421,9 +421,8 @@ def _less_training(config: Config) -> list[Setting]:
 
 def _meshes(config: Config, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
     """Yield every division of the ranks, with micro-batches of the same effective batch."""
-    train, ranks, context = config.train, machine.ranks, config.parallel.context
-    rows = train.micro_batch_size * train.gradient_accumulation_steps
-    rows *= ranks // config.parallel.stages // context
+    ranks, context = machine.ranks, config.parallel.context
+    rows = rows_per_step(ranks, config)
     nodes = [rank // machine.ranks_per_node for rank in range(ranks)]
     for stages in _divisors(ranks):
         stage_ranks = ranks // stages

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.layout import tokens_per_rank
 from shardtune.distributed.tensors import DTYPES
 from shardtune.model.context_check import context_problems
 from shardtune.model.experts import spread_problems, spread_stacks
@@ -187,8 +188,7 @@ def least_traffic(
         if config.optimizer.offload:
             updated = min(updated, compute_bytes)
         traffic[Collective("all-gather", replicas)] += updated * slices
-    rows = micro_batches * train.micro_batch_size
-    tokens = rows * config.data.max_length // parallel.context
+    tokens = micro_batches * tokens_per_rank(config)
     hidden = compute_bytes * tokens * shapes.hidden_size
     experts, heads = _exchanged(shapes, sizes, config, tokens)
     traffic[Collective("all-to-all", shard_group[: parallel.expert])] += experts
@@ -281,7 +281,7 @@ def rough_memory(
     if not policy.keep_gradients or micro_batches == 1:
         layer = largest.trained_dense + largest.trained_experts / expert
         reduced = min(reduced, reduce_bytes * 2 * layer)
-    tokens = train.micro_batch_size * config.data.max_length // parallel.context
+    tokens = tokens_per_rank(config)
     kept = {
         "offload": 2 * shapes.hidden_size,
         "full": shapes.hidden_size * sizes.n_layers,
@@ -304,7 +304,7 @@ def host_inputs_bytes(shapes: Shapes, stage: int, config: Config) -> int:
     if config.model.activation_checkpointing != "offload":
         return 0
     parallel, train = config.parallel, config.train
-    tokens = -(-train.micro_batch_size * config.data.max_length // parallel.context)
+    tokens = tokens_per_rank(config)
     in_flight = min(parallel.stages - stage, train.gradient_accumulation_steps)
     layers = shapes.of_stages(parallel.stages)[stage].n_layers
     return layers * tokens * shapes.hidden_size * shapes.compute_bytes * in_flight

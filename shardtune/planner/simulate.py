@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.data.batch import Batch, slice_lengths
-from shardtune.distributed.division import mesh_problems, split_stage
+from shardtune.distributed.layout import mesh_problems, split_stage
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from shardtune.config import Config
+from shardtune.distributed.layout import rows_per_step
 from shardtune.errors import DoesNotFit
 from shardtune.planner.arguments import read_config
 from shardtune.planner.command import machine_of, read_model
@@ -68,8 +69,8 @@ def _search(
     """Return the search for one row of the table, and the configuration that it begins with."""
     machine = machine_of(options, config)
     if config.origins[_ACCUMULATION] == "default":
-        ranks = machine.ranks * config.train.micro_batch_size // config.parallel.context
-        config = with_values(config, {_ACCUMULATION: max(1, _ROWS // ranks)})
+        rows = rows_per_step(machine.ranks, with_values(config, {_ACCUMULATION: 1}))
+        config = with_values(config, {_ACCUMULATION: max(1, _ROWS // rows)})
     # Only what is found is simulated: the mesh that it begins with may fit nowhere.
     plan = make_plan(config, model.config, machine, model.simulations, reason=model.reason or "-")
     return Search(replace(plan, reason=model.reason), model.config, say=say), config

@@ -29,6 +29,7 @@ from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData, read_chat_template
 from shardtune.data.schedule import Cost, Position, Schedule, source_weights
 from shardtune.distributed.join import describe
+from shardtune.distributed.layout import rows_per_step
 from shardtune.distributed.older_torch import untried_versions
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
@@ -220,7 +221,7 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
         max_length=config.data.max_length,
         packing=config.data.packing,
         seed=config.run.seed,
-        rows_per_step=train.micro_batch_size * train.gradient_accumulation_steps * world.data_ranks,
+        rows_per_step=rows_per_step(world.size, config),
         epochs=train.epochs,
         max_steps=train.max_steps,
         start=Position(state["step"], state["epoch"], state["row"]),

@@ -287,7 +287,7 @@ def test_the_run_takes_as_many_hours_as_its_steps(
 
     def length(file: Path, *more: str) -> RunLength | str:
         config = load_config(CONFIG, [*given, f"data.train={file}", *more], {})
-        return run_length(config, data_ranks=2)
+        return run_length(config, ranks=2)
 
     counted = length(data)
     assert isinstance(counted, RunLength) and counted.steps == 30
@@ -320,7 +320,7 @@ def test_a_sample_stands_for_as_many_records_as_are_read(
     given += ["train.micro_batch_size=1", "train.gradient_accumulation_steps=2"]
     for most, records_read in ((1200, 1200), ("null", 3000)):
         source = f"data.train=[{{path: {data}, max_records: {most}}}]"
-        found = run_length(load_config(CONFIG, [*given, source], {}), data_ranks=2)
+        found = run_length(load_config(CONFIG, [*given, source], {}), ranks=2)
         assert isinstance(found, RunLength) and not found.is_counted
         assert found.steps == pytest.approx(records_read / 4, rel=0.02)
 

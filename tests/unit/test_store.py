@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shardtune.config import ParallelConfig
-from shardtune.distributed.division import mesh_problems
+from shardtune.distributed.layout import mesh_problems
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.distributed.store import delete_value, get_value, set_value
 

@@ -1,12 +1,37 @@
-"""Whether ranks can be divided as configured. Without torch, which the agents do not load."""
+"""How ranks and rows are divided, from the configuration alone. Without torch, which the agents do
+not load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardtune.config import ParallelConfig
+from shardtune.config import Config, ParallelConfig
 from shardtune.errors import divisors
+
+# Ranks along these see the same rows, and so are one data rank.
+_OF_ONE_DATA_RANK = ("stages", "context")
+
+
+def data_ranks(ranks: int, parallel: ParallelConfig | Mapping[str, int]) -> int:
+    """Return how many parts a global batch is in. A degree that `parallel` lacks is 1."""
+    degrees: dict[str, int] = dict(parallel)
+    for name in _OF_ONE_DATA_RANK:
+        ranks //= degrees.get(name, 1)
+    return ranks
+
+
+def rows_per_step(ranks: int, config: Config) -> int:
+    """Return the rows of a global batch, the effective batch size."""
+    train = config.train
+    rows_per_rank = train.micro_batch_size * train.gradient_accumulation_steps
+    return rows_per_rank * data_ranks(ranks, config.parallel)
+
+
+def tokens_per_rank(config: Config) -> int:
+    """Return the tokens of a micro-batch of full rows that a rank has, the most of all ranks."""
+    return -(-config.train.micro_batch_size * config.data.max_length // config.parallel.context)
 
 
 class Undivided(NamedTuple):
