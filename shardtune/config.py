@@ -126,6 +126,7 @@ RecordField = Literal[
     "messages",
     "conversations",
     "tools",
+    "functions",
     "prompt",
     "completion",
     "text",

@@ -170,6 +170,8 @@ class ChatEncoder:
         Raises:
             RecordError: the template gets one of these options from elsewhere.
         """
+        if not options and loss_on == self.loss_on:
+            return self
         key = json.dumps([loss_on, options], sort_keys=True, default=str)
         if key not in self._variants:
             if len(self._variants) >= _MOST_VARIANTS:  # each record may have options of its own
@@ -250,6 +252,8 @@ class ChatEncoder:
         if trained[:1] == [0] and self.loss_on != "all":  # nothing prompts it: it can only be read
             trained = trained[1:]
             notes.append((Outcome.LEADING_ANSWER, ""))
+        marked = [i for i in assistant if flags.get(i) and i not in trained]
+        notes += [(Outcome.TRAINED_BY_MARK, self.loss_on)] * len(marked)
         trained = [i for i in assistant if flags.get(i, i in trained)]
         untrained = [i for i in assistant if flags.get(i) is False]
         encode = (
@@ -260,8 +264,7 @@ class ChatEncoder:
             encoded = encode(chat, trained, end)
             empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
             of_all = notes if end == len(messages) else ()
-            thoughts = [note for i in trained if i < end and (note := chat.empty_thought(i))]
-            return replace(encoded, notes=(*of_all, *encoded.notes, *empty, *thoughts))
+            return replace(encoded, notes=(*of_all, *encoded.notes, *empty))
 
         return encode_part
 
@@ -273,6 +276,7 @@ class ChatEncoder:
         is_last = turns[-1].index == end - 1
         text = turns[-1].text if is_last else chat.render(chat.messages[:end])
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
+        notes += tuple(note for turn in turns if (note := chat.empty_thought(turn)))
         has_longer_prompt = any(turn.has_longer_prompt for turn in turns)
         if not has_longer_prompt and (sequence := self._encode_whole(text, turns)):
             return EncodedRecord([sequence], 0, is_last and turns[-1].appended, notes=notes)

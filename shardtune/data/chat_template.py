@@ -11,14 +11,15 @@ from inspect import signature
 from typing import Any
 
 from shardtune.data.messages import (
+    MARKS,
     REASONING_KEYS,
-    TRAIN_FLAGS,
     Message,
     contains,
     message_texts,
     normalize,
     tool_function,
     with_arguments_as_text,
+    with_wrapped_calls,
     without_thinking_parts,
 )
 from shardtune.data.outcomes import Note, Outcome
@@ -34,9 +35,10 @@ _AROUND_THOUGHT = re.compile(
 )
 # Every template gets these. Whether it writes them is checked, but for the id, which only ties an
 # answer to a call. The flags are ours.
-_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *TRAIN_FLAGS}
+_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *MARKS}
 
 
+_TOOLS_OF_A_TURN = ("tools", "functions", "available_tools")
 # Roles that other tools write, and those that stand in where a template does not write them.
 _STAND_INS = {
     "developer": "system",
@@ -97,7 +99,10 @@ class ChatTemplate:
         """Return the template with more options. Raises RecordError where it gets one elsewhere."""
         if taken := taken_options(self.tokenizer) & options.keys():
             raise RecordError(f"chat_template_kwargs.{min(taken)}: {TAKEN}")
-        return ChatTemplate(*self._given, self.options | dict(options))
+        template = ChatTemplate(*self._given, self.options | dict(options))
+        for name in _TRIALS:  # what they show does not depend on options
+            vars(template)[name] = getattr(self, name)
+        return template
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """Return the text of the messages; raises ChatError when the template raises."""
@@ -142,23 +147,31 @@ class ChatTemplate:
     def in_its_form(self, message: Message) -> tuple[Message, Note | None]:
         """Return a message with a role and arguments that the template takes, and what changed."""
         role, content = message["role"], message.get("content")
+        tools = (key for key in _TOOLS_OF_A_TURN if message.get(key))
+        if lost := next((key for key in tools if key not in self.mentioned), None):
+            raise ChatError(
+                f"a message has {lost}, which {self.name} does not read - write them as tools of "
+                "the record, beside messages"
+            )
         has_thinking = isinstance(content, list) and any("thinking" in part for part in content)
         if has_thinking and not self._writes_thinking_parts:
             message = without_thinking_parts(message)
         if (stand_in := _STAND_INS.get(role)) and not self._writes_role(role):
             return message | {"role": stand_in}, (Outcome.STAND_IN, f"{role}, read as {stand_in}")
-        if message.get("tool_calls") and self._takes_arguments_as_text:
-            return with_arguments_as_text(message), (Outcome.ARGUMENTS_AS_TEXT, "")
+        if message.get("tool_calls"):
+            if not self._takes_bare_calls:
+                message = with_wrapped_calls(message)
+            if self._takes_arguments_as_text:
+                return with_arguments_as_text(message), (Outcome.ARGUMENTS_AS_TEXT, "")
         return message, None
 
     @cached_property
     def takes_bare_tools(self) -> bool:
-        """Whether the template writes a tool that does not stand under `function`."""
-        try:
-            tool = {"name": NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
-            return NEXT_TEXT in self.render([{"role": "user", "content": "q"}], [tool], True)
-        except ChatError:
-            return False
+        """Whether the template writes a tool that is not under `function`, or none at all."""
+        tool = {"name": NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
+        wrapped = {"type": "function", "function": tool}
+        bare, whole = (self._rendered_probe("q", tools=[each]) for each in (tool, wrapped))
+        return NEXT_TEXT in bare or NEXT_TEXT not in whole
 
     @lru_cache  # noqa: B019 - a template lives as long as the process
     def _writes_role(self, role: str) -> bool:
@@ -177,6 +190,16 @@ class ChatTemplate:
         parts = [{"type": "thinking", "thinking": NEXT_TEXT}, {"type": "text", "text": "a"}]
         rendered = self._rendered_probe("q", {"role": "assistant", "content": parts})
         return NEXT_TEXT in rendered and not contains(normalize(rendered), str(parts))
+
+    @cached_property
+    def _takes_bare_calls(self) -> bool:
+        """Whether the template writes a call that is not under `function`, or none at all."""
+        call = {"name": NEXT_TEXT, "arguments": {"a": "b"}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        bare, whole = (
+            self._rendered_probe("q", each) for each in (message, with_wrapped_calls(message))
+        )
+        return NEXT_TEXT in bare or NEXT_TEXT not in whole
 
     @cached_property
     def _takes_arguments_as_text(self) -> bool:
@@ -201,10 +224,10 @@ class ChatTemplate:
         tokens = [t for t in self.tokenizer.get_added_vocab() if t in rendered and t not in others]
         return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
-    def _rendered_probe(self, content: Any, *more: Message) -> str:
+    def _rendered_probe(self, content: Any, *more: Message, tools: Tools = None) -> str:
         """Return a question, and more, with a generation prompt; "" where the template raises."""
         try:
-            return self.render([{"role": "user", "content": content}, *more], None, not more)
+            return self.render([{"role": "user", "content": content}, *more], tools, not more)
         except ChatError:
             return ""
 
@@ -290,13 +313,19 @@ class ChatTemplate:
             for key, value in message.items()
             if value is not None and key not in self._read_fields
         }
-        unread = self.unread_options if "chat_template_kwargs" in record else []
-        names |= {
-            f"chat_template_kwargs.{name}"
-            for name in unread
-            if record["chat_template_kwargs"].get(name)
-        }
         return sorted(names)
+
+    def unread_of(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the names of the options that have a value and that the template does not read."""
+        nothing: tuple[Any, ...] = (None, "", [], {})
+        return [name for name in self.unread_options if options.get(name) not in nothing]
+
+
+_TRIALS = [
+    name
+    for name, value in vars(ChatTemplate).items()
+    if isinstance(value, cached_property) and name != "option_without_thought"
+]
 
 
 def _date_macro(date: datetime.date) -> str:

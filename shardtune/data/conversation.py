@@ -108,17 +108,13 @@ class Conversation:
                 return None
         return generated
 
-    def empty_thought(self, i: int) -> Note | None:
-        """Return a note where assistant turn i has to generate a thought without a text."""
-        turn = self.turn(i)
+    def empty_thought(self, turn: Turn) -> Note | None:
+        """Return a note where a turn has to generate a thought without a text."""
         generated = turn.text[turn.begin : turn.end].lstrip()
         for begin, end in self.template.thoughts:
             if generated.startswith(begin) and generated[len(begin) :].lstrip().startswith(end):
                 option = self.template.option_without_thought
-                serve = (
-                    f"; data.template_options={option} puts it into the prompt" if option else ""
-                )
-                return Outcome.EMPTY_THOUGHT, serve
+                return Outcome.EMPTY_THOUGHT_BUT if option else Outcome.EMPTY_THOUGHT, option
         return None
 
     def _continuation(

@@ -309,9 +309,10 @@ class _SetWriter:
 
     def _outcome_lines(self) -> dict[tuple[Outcome, str], str]:
         """Return the lines of `outcomes`, with a warning where most tokens are context again."""
-        lines, key = self.outcomes.lines(), (Outcome.TURNS_APART, "")
-        if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
-            lines[key] = f"WARNING: {lines[key]} - data.loss_on=last trains the last one alone"
+        lines = self.outcomes.lines()
+        for key in ((Outcome.TURNS_APART, ""), (Outcome.LONGER_PROMPT, "")):
+            if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
+                lines[key] = f"WARNING: {lines[key]} - data.loss_on=last trains the last one alone"
         return lines
 
     def examples(self) -> dict[str, int]:
@@ -425,7 +426,13 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
     options = tokenizer.encoder.template.unread_options
-    unread = (f"the chat template does not read {option}" for option in options)
+    unread = [f"the chat template does not read {option}" for option in options]
+    for source in sets.get("train", ()):
+        of_source = tokenizer.encoder.template.with_options(source.template_options)
+        unread += [
+            f"the chat template does not read {option} of {source.key}"
+            for option in of_source.unread_of(source.template_options)
+        ]
     warnings = describe_duplicates({name: writer.hashes for name, writer in writers.items()})
     for key, source in sources.items():
         for line, record in sums[key].dropped_lines().items():

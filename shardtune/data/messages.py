@@ -19,7 +19,6 @@ MARKS = {
     **dict.fromkeys(("loss", "loss_mask", "loss_weight"), True),
     "masked": False,
 }
-TRAIN_FLAGS = ("train", "weight")  # what is left of the marks when a record has been read
 _MEDIA = re.compile(r"(image|picture|video|audio)s?")
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 
@@ -32,12 +31,21 @@ def tool_function(call: dict[str, Any]) -> dict[str, Any]:
 
 def train_flag(message: Message) -> bool | None:
     """Return whether a message asks to be trained or not; None if it says neither."""
-    return next((bool(message[key]) for key in TRAIN_FLAGS if message.get(key) is not None), None)
+    marks = (bool(message[m]) == yes for m, yes in MARKS.items() if message.get(m) is not None)
+    return next(marks, None)
 
 
 def without_flags(message: Message) -> Message:
     """Return the message as the template gets it."""
-    return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
+    return {key: value for key, value in message.items() if key not in MARKS}
+
+
+def from_json(value: Any) -> Any:
+    """Return the value of a JSON text, as tables hold it; any other text or value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def is_media(name: str) -> bool:
@@ -110,6 +118,15 @@ def holds_a_line(message: Message, normalized: str) -> bool:
     texts = (str(value) for description, value in message_texts(message) if description == "text")
     lines = (normalize(line) for text in texts for line in text.splitlines())
     return any(line and line in normalized for line in lines)
+
+
+def with_wrapped_calls(message: Message) -> Message:
+    """Copy a message whose tool calls all stand under `function`."""
+    calls = [
+        call if "function" in call else {"type": "function", "function": call}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
 
 
 def with_arguments_as_text(message: Message) -> Message:

@@ -47,6 +47,7 @@ class Outcome(Enum):
     )
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     MARKED = "answers that their mark {} leaves untrained"
+    TRAINED_BY_MARK = "answers that their mark trains, whatever data.loss_on={} says"
     PADDING_CUT = "rows of tokens whose padding is cut off, where their attention_mask is 0"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"
@@ -57,7 +58,11 @@ class Outcome(Enum):
         "tool calls whose arguments the chat template gets as JSON text: it takes no objects"
     )
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
-    EMPTY_THOUGHT = "answers that train an empty thought{}"
+    EMPTY_THOUGHT = "answers that train an empty thought"
+    EMPTY_THOUGHT_BUT = (
+        "answers that train an empty thought; data.template_options={} puts it into the prompt"
+    )
+    UNREAD_OPTION = "records with the option {}, which the chat template does not read", True
     UNTRAINED = "records without a token to train, dropped", True
     END_APPENDED = "records to which the end token was appended"
     LONGER_PROMPT = (

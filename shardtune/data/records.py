@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardtune.config import RECORD_FIELDS, DataConfig
-from shardtune.data.messages import Message, is_media
+from shardtune.data.messages import Message, from_json, is_media
 from shardtune.data.outcomes import Note, Outcome, shown_name
 from shardtune.data.record_error import FileError, RecordError, require
 from shardtune.data.token_rows import BESIDE_TOKENS, TRAINED_TOKENS, read_token_row
@@ -17,7 +17,7 @@ from shardtune.data.turns import read_turns
 from shardtune.errors import first_few
 
 _SYSTEM = ("system", "system_prompt")  # the same under two names
-_BESIDE_TURNS = ("tools", "chat_template_kwargs", *_SYSTEM)
+_BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs", *_SYSTEM)
 # The fields that make a form, and the fields that may stand beside them.
 _FORMS = {
     ("messages",): _BESIDE_TURNS,
@@ -132,19 +132,23 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
     notes = [(Outcome.FOREIGN_FORM, foreign)] if (foreign := _FOREIGN_FORMS.get(form)) else []
     if isinstance(present.get("messages"), str):
         notes.append((Outcome.FOREIGN_FORM, _JSON_MESSAGES))
+    for name in ("prompt", "completion") if "prompt" in form else ():
+        if has_turns(turns := from_json(present[name])):
+            present[name] = turns
     record = _read_form(form, present, roles, notes)
     has_messages = any(isinstance(field, list) for field in record.values())
     used = {*form, *(_FORMS[form] if has_messages or "prompt" not in form else ())}
     if "text" not in form:
         _require_good(present)
-        used.update(name for name in _LABELS if str(present.get(name)).lower() == "true")
+        used.update(name for name in _LABELS if str(present.get(name)).lower() in ("true", "1"))
     if has_messages:
         if system := _system(present):
             first = record.get("messages") or record["prompt"]
             _put_before(system, first, "conversations" if "conversations" in form else "messages")
-        if present.get("tools", "") != "":  # "" is what some tables write where there are none
-            record["tools"] = _parse_tools(present["tools"])
-        if options := present.get("chat_template_kwargs"):
+        tools = present.get("tools", present.get("functions"))  # OpenAI's older name
+        if str(tools).strip() not in ("", "null", "None"):  # as tables write that there are none
+            record["tools"] = _parse_tools(tools)
+        if options := from_json(present.get("chat_template_kwargs")):
             require(isinstance(options, dict), "chat_template_kwargs", options, "an object")
             record["chat_template_kwargs"] = options
     if "input_ids" not in form:  # whose tokens hold all
@@ -182,10 +186,11 @@ def _read_form(
 def _require_good(present: Mapping[str, Any]) -> None:
     """Raise FileError where a record says that its answer is a bad one."""
     for name in _LABELS:
-        if str(present.get(name)).lower() == "false":  # tables hold it as text
+        if str(present.get(name)).lower() in ("false", "0", "0.0"):  # tables hold it as text
             raise FileError(
-                f"has {name}: false, which marks a bad answer (KTO) - leave those out with jq -c "
-                f"'select(.{name})' OLD > NEW, or write \"data.columns={{{name}: null}}\" to train "
+                f"has {name}: {json.dumps(present[name])}, which marks a bad answer (KTO) - leave "
+                f"those out with jq -c 'select(.{name} == true or .{name} == 1)' OLD > NEW (of a "
+                f".json: '.[] | select(...)'), or write \"data.columns={{{name}: null}}\" to train "
                 "all answers"
             )
 
@@ -195,7 +200,7 @@ def _system(present: Mapping[str, Any]) -> str:
     texts = {}
     for name in _SYSTEM:
         value = present.get(name, "")
-        parts = value if isinstance(value, list) and value else [{"text": value}]
+        parts = value if isinstance(value, list) else [{"text": value}]
         is_text = all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts)
         require(is_text, name, value, "a string")
         text = "".join(part["text"] for part in parts)
@@ -210,7 +215,10 @@ def _system(present: Mapping[str, Any]) -> str:
 
 
 def _put_before(system: str, messages: list[Message], name: str) -> None:
-    if any(message["role"] == "system" for message in messages):
+    turns = [message.get("content") for message in messages if message["role"] == "system"]
+    if turns == [system]:
+        return
+    if turns:
         raise RecordError(
             f"has system and a system turn in {name} - keep one of them, or write "
             "data.columns={system: null} (or system_prompt) to read the turn alone"
@@ -220,7 +228,7 @@ def _put_before(system: str, messages: list[Message], name: str) -> None:
 
 def _refuse_unread(form: Sequence[str], present: Mapping[str, Any], used: set[str]) -> None:
     """Raise RecordError where a field holds what other tools would read, and nothing here does."""
-    read_elsewhere = ("history", "tools", "loss_mask", *_SYSTEM)
+    read_elsewhere = ("history", "tools", "functions", "loss_mask", *_SYSTEM)
     lost = [
         name
         for name in read_elsewhere
@@ -344,14 +352,9 @@ def list_of_records(value: Mapping[str, Any], columns: Mapping[str, str | None])
 
 def _parse_turns(name: str, turns: Any) -> Any:
     """Return a list of turns that may be given as JSON text, as tables hold it."""
-    if not isinstance(turns, str):
-        return turns
-    if turns.lstrip().startswith("[{'"):
+    if isinstance(turns, str) and turns.lstrip().startswith("[{'"):
         raise RecordError(f"{name} is a list as Python prints it - write it with json.dumps")
-    try:
-        return json.loads(turns)
-    except (ValueError, RecursionError):
-        return turns  # refused by whoever needs a list
+    return from_json(turns)
 
 
 def _from_alpaca(fields: Mapping[str, Any]) -> list[Message]:

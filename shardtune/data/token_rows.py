@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardtune.data.outcomes import Note, Outcome
@@ -10,7 +10,18 @@ from shardtune.data.record_error import RecordError, require
 
 TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained
 BESIDE_TOKENS = (*TRAINED_TOKENS, "attention_mask", "position_ids")
+# Names of other tools for where the documents of a packed row begin.
+_OF_PACKED_ROWS = ("seq_lengths", "seq_start_id", "cu_seqlens", "segment_ids", "sequence_lengths")
 _UNTRAINED = -100  # in labels, as transformers has them
+
+
+def require_one_document(unread: Iterable[str]) -> None:
+    """Raise RecordError where a field of a row of tokens says that it has several documents."""
+    if name := next((name for name in unread if name in _OF_PACKED_ROWS), None):
+        raise RecordError(
+            f"has {name}, so the row may hold several documents, which would attend to one "
+            "another - write a record for each: data.packing packs them"
+        )
 
 
 def read_token_row(columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:

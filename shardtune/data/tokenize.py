@@ -26,6 +26,7 @@ from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.record_files import RecordChunk
 from shardtune.data.records import fields_of_turns, media_tag, read_record
+from shardtune.data.token_rows import require_one_document
 from shardtune.distributed.signals import die_with_parent
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
@@ -104,6 +105,8 @@ class ChunkTokenizer:
                     result.fields |= {name for name in value if value[name] is not None}
                     result.fields |= fields_of_turns(value, columns)
                 record, unread_names, notes = read_record(value, self.data)
+                if "input_ids" in record:
+                    require_one_document((*unread_names, *chunk.unread_columns))
                 tag = media_tag(record, [*unread_names, *chunk.unread_columns])
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
@@ -116,6 +119,8 @@ class ChunkTokenizer:
                 for note in encoder.template.rendered_already(record):
                     sequences.outcomes.add(*note)
                 sequences.add(chunk.first_record + i, encoded, self.data)
+                for option in encoder.template.unread_of(record.get("chat_template_kwargs", {})):
+                    sequences.outcomes.add(Outcome.UNREAD_OPTION, option)
                 for name in (*unread_names, *encoder.template.unread_fields(record)):
                     sequences.outcomes.add(unread_outcome(name), name)
                 for key in sequences.outcomes.keys() - sequences.first_records.keys():
@@ -140,7 +145,8 @@ class ChunkTokenizer:
         """Whether a record of data.train goes to evaluation: a hash of its used fields decides."""
         if self.data.eval is not None or not self.data.eval_fraction:
             return False
-        canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+        texts = {name: value for name, value in record.items() if name != "chat_template_kwargs"}
+        canonical = json.dumps(texts, sort_keys=True, separators=(",", ":")).encode()
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
 
 

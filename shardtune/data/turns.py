@@ -5,12 +5,17 @@ Whether a turn is trained has many names, and a call has three forms: each becom
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardtune.data.messages import MARKS, REASONING_KEYS, Message, is_media, train_flag
+from shardtune.data.messages import (
+    MARKS,
+    REASONING_KEYS,
+    Message,
+    from_json,
+    is_media,
+    train_flag,
+)
 from shardtune.data.outcomes import Note, Outcome
 from shardtune.data.record_error import RecordError, require
 from shardtune.errors import first_few
@@ -31,7 +36,9 @@ MISNAMED_ROLES = {
     **dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant"),
 }
 _KNOWN_ROLES = {*_ROLES, *_CALLS, "function", "observation", "tool_response"}
-_IS_MISSPELT = 0.85  # of difflib: one letter more, less or another one
+# Names of other tools for the arguments of a call, and for the calls of a turn.
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+_OTHER_CALLS = ("tool_call", "function_calls")
 _CALL_REMEDY = 'a JSON object as {"name": "...", "arguments": {...}}, or a list of them'
 
 
@@ -69,8 +76,9 @@ def read_turns(name: str, turns: Any, roles: Mapping[str, str]) -> tuple[list[Me
         _read_message(where, message)
         if role in _CALLS and messages and messages[-1]["role"] == "assistant":
             messages[-1] = _joined(where, messages[-1], message)
-        else:
-            messages.append(message)
+        else:  # with its nulls: they are in the hash that holds a record out
+            nulls = {} if is_sharegpt else {key: None for key in turn if turn[key] is None}
+            messages.append(nulls | message)
     return messages, notes
 
 
@@ -101,17 +109,23 @@ def _role(where: str, role: Any, roles: Mapping[str, str]) -> str:
     plain = role.strip().lower()
     meant = MISNAMED_ROLES.get(plain, plain)
     if meant not in _KNOWN_ROLES:
-        meant = next(iter(difflib.get_close_matches(plain, _KNOWN_ROLES, 1, _IS_MISSPELT)), role)
-    mapping = f'"data.roles={{{role}: {meant}}}"'
-    require(role == meant or meant not in _KNOWN_ROLES, where, role, f"{meant}, or {mapping}")
+        meant = next((known for known in sorted(_KNOWN_ROLES) if _is_an_edit(known, plain)), role)
+    mapping = f', or "data.roles={{{role}: {meant}}}"' if meant in _ROLES else ""
+    require(role == meant or meant not in _KNOWN_ROLES, where, role, f"{meant}{mapping}")
     return str(role)
 
 
-def _read_marks(where: str, message: Message) -> str:
-    """Read whether a turn is trained; return the mark that leaves an answer out, or an empty text.
+def _is_an_edit(a: str, b: str) -> bool:
+    """Whether two words differ in one letter: more, less, another one, or two swapped ones."""
+    while a and b and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return max(len(a), len(b)) == 1 or (len(a) == 2 and a == b[::-1])
 
-    Other tools' marks become `train`.
-    """
+
+def _read_marks(where: str, message: Message) -> str:
+    """Check the marks of a turn; return the one that leaves an answer untrained, if any."""
     if "train_detail" in message:
         raise RecordError(
             f"{where} has train_detail, which marks characters, and whole turns are trained - "
@@ -134,9 +148,6 @@ def _read_marks(where: str, message: Message) -> str:
             f"{where} is to be trained, by its {' and '.join(senses)} - remove that: only "
             "assistant turns are generated"
         )
-    for name in senses.keys() - {"train", "weight"}:
-        del message[name]
-        message["train"] = senses[name]
     return next(
         (name for name, is_trained in senses.items() if is_assistant and not is_trained), ""
     )
@@ -148,7 +159,9 @@ def _read_message(where: str, message: Message) -> None:
         if message.get("tool_calls"):
             raise RecordError(f"{where} has function_call and tool_calls - write one of them")
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-    calls, content = message.get("tool_calls", []), message.get("content", "")
+    if other := next((name for name in _OTHER_CALLS if message.get(name)), None):
+        raise RecordError(f"{where} has {other} - write a list of calls as tool_calls")
+    calls, content = from_json(message.get("tool_calls", [])), message.get("content", "")
     require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
     if calls:
         message["tool_calls"] = [
@@ -193,40 +206,33 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call)
     remedy = "an object with name and arguments"
     require(isinstance(function, dict), f"{where}.function", function, remedy)
-    name, arguments = function.get("name"), function.get("arguments")
+    name = function.get("name")
     require(name and isinstance(name, str), f"{where}: the name", name, "a string")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments) if arguments.strip() else {}
-    arguments = {} if function.get("arguments") is None else arguments
-    written = function.get("arguments")
-    require(isinstance(arguments, dict), f"{where}: arguments", written, "a JSON object")
-    function = function | {"arguments": arguments}
+    key = next((key for key in _ARGUMENTS if function.get(key) is not None), "arguments")
+    written = function.get(key)
+    arguments = {} if written is None or not str(written).strip() else from_json(written)
+    require(isinstance(arguments, dict), f"{where}: {key}", written, "a JSON object")
+    function = {k: v for k, v in function.items() if k != key} | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
 
 
 def _calls_in_text(where: str, message: Message) -> list[Any]:
     """Return the calls of a turn that holds them as JSON text."""
-    calls = message.get("content")
-    if isinstance(calls, str):
-        calls = _parsed(calls)
+    calls = from_json(message.get("content"))
     calls = calls if isinstance(calls, list) else [calls]
-    is_calls = calls and all(isinstance(call, dict) and "name" in call for call in calls)
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    is_calls = calls and all(isinstance(each, dict) and "name" in each for each in functions)
     require(is_calls, f"{where}.content", message.get("content"), _CALL_REMEDY)
-    return [{"type": "function", "function": call} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _joined(where: str, before: Message, call: Message) -> Message:
     """Return an assistant turn with the calls of the turn behind it."""
-    if train_flag(before) != train_flag(call):
+    flags = {train_flag(before), train_flag(call)}
+    if len(flags) > 1 and False in flags:
         raise RecordError(
             f"{where} and the turn before it are one turn of the assistant, and their marks "
             "differ - give both the same"
         )
-    return before | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    mark = {"train": True} if True in flags else {}
+    return before | mark | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}

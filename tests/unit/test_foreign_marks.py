@@ -11,6 +11,9 @@ import pytest
 import yaml
 from helpers.data_run import Run, chat, problems_of, save_model, write
 
+from shardtune.data.records import check_record
+
+TOOL = {"name": "rain", "description": "Rain.", "parameters": {"type": "object"}}
 TEMPLATES = Path(__file__).parents[2] / ".venv/trl_templates"
 
 
@@ -79,6 +82,12 @@ def test_marks_of_other_tools_leave_answers_untrained(
         ({"train_detail": []}, "messages[1] (assistant) has train_detail, which marks characters"),
         ({"role": "asistant"}, "messages[1].role is 'asistant' - write assistant, or"),
         ({"role": "assistants"}, "messages[1].role is 'assistants' - write assistant, or"),
+        ({"role": "tooll"}, "messages[1].role is 'tooll' - write tool, or"),
+        ({"role": "uesr"}, "messages[1].role is 'uesr' - write user, or"),
+        ({"role": "systen"}, "messages[1].role is 'systen' - write system, or"),
+        ({"role": "tool_calls"}, "messages[1].role is 'tool_calls' - write tool_call"),
+        ({"tool_call": {"name": "f"}}, "has tool_call - write a list of calls as tool_calls"),
+        ({"functions": [{"name": "f"}]}, "a message has functions, which the chat template of"),
         ({"function_call": {"name": "f"}, "tool_calls": [{}]}, "has function_call and tool_calls"),
         ({"function_call": {"name": "f", "arguments": "{"}}, "arguments is '{' - write a JSON"),
         ({"function_call": {"name": "f", "arguments": "[1]"}}, "arguments is '[1]' - write a JSON"),
@@ -112,6 +121,10 @@ def calls(*functions: Any) -> list[dict[str, Any]]:
         ({"tool_calls": calls(FUNCTION)}, CALL),
         ({"tool_calls": calls({"name": "rain", "arguments": ""})}, EMPTY_CALL),
         ({"tool_calls": calls({"name": "rain"})}, EMPTY_CALL),
+        ({"tool_calls": calls({"name": "rain", "parameters": {"city": "Oslo"}})}, CALL),
+        ({"tool_calls": [{"name": "rain", "input": {"city": "Oslo"}}]}, CALL),
+        ({"tool_calls": json.dumps(calls(FUNCTION))}, CALL),
+        ({"role": "tool_call", "content": json.dumps({"function": json.loads(AS_TEXT)})}, CALL),
         ({"role": "tool_call", "content": AS_TEXT}, CALL),
         ({"role": "function_call", "content": f"[{AS_TEXT}, {AS_TEXT}]"}, f"{CALL}\n{CALL}"),
     ],
@@ -261,6 +274,74 @@ def test_what_a_form_does_not_use_is_refused_with_columns_that_work(
         assert Run(models["qwen2_5"], file, columns=yaml.safe_load(columns)).texts()
 
 
+def test_numbers_are_labels_too(models: dict[str, Path], tmp_path: Path) -> None:
+    (said, _) = problems_of(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", label=0)]))
+    assert "has label: 0, which marks a bad answer" in said
+
+
+def test_tables_hold_prompts_as_json_text(models: dict[str, Path], tmp_path: Path) -> None:
+    prompt = [turn("system", "Be short."), turn("user", "Rain?")]
+    record = {"prompt": prompt, "completion": [turn("assistant", "Yes.")]}
+    plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
+    as_text = {name: json.dumps(value) for name, value in record.items()}
+    for each in (as_text, as_text | {"completion": "Yes."}):
+        run = Run(models["qwen2_5"], write(tmp_path / "b.jsonl", [each]))
+        assert run.texts() == plain.texts()
+
+
+def test_a_system_text_that_stands_twice_is_one(models: dict[str, Path], tmp_path: Path) -> None:
+    messages = [turn("system", "Be short."), *chat("q")["messages"]]
+    plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
+    for beside in ({"system_prompt": "Be short."}, {"system": []}):
+        record = {"messages": messages, **beside}
+        run = Run(models["qwen2_5"], write(tmp_path / "b.jsonl", [record]))
+        assert run.texts() == plain.texts()
+
+
+def test_nulls_marks_and_options_change_no_hold_out(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A resume of a run that an older version began has the same records."""
+    plain = [chat(f"q{i}", "a") for i in range(40)]
+    optioned = [record | {"chat_template_kwargs": {"tone": 1}} for record in plain]
+    texts = []
+    for records in (plain, optioned):
+        run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", records), eval_fraction=0.3)
+        texts.append(run.texts())
+    assert texts[0] == texts[1] and len(texts[0]) < 40
+    marked = [chat(f"q{i}", "a") for i in range(40)]
+    for record in marked:
+        record["messages"][1] |= {"name": None, "tool_calls": None, "loss": True}
+    assert [check_record(record).record for record in marked] == marked
+
+
+def test_all_is_trained_where_the_assistant_begins(models: dict[str, Path], tmp_path: Path) -> None:
+    messages = [turn("assistant", "Hello."), *chat("q")["messages"]]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
+    (text,) = trained(Run(models["qwen3"], file, loss_on="all"))
+    assert "Hello." in text and "fine" in text
+
+
+def test_a_mark_that_overrides_the_choice_of_turns_is_said(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    messages = [*chat("q1", "a1")["messages"], *chat("q2", "a2")["messages"]]
+    messages[1]["masked"] = False
+    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
+    run = Run(models["qwen2_5"], file, loss_on="last")
+    assert trained(run) == [f"a1{END}a2{END}"]
+    said = "answers that their mark trains, whatever data.loss_on=last says: 1"
+    assert f"data.train: {said}" in run.prepared.lines
+
+
+def test_functions_beside_messages_are_tools(models: dict[str, Path], tmp_path: Path) -> None:
+    runs = [
+        Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", **{name: [TOOL]})]))
+        for name in ("tools", "functions")
+    ]
+    assert '"name": "rain"' in runs[0].texts()[0][0] and runs[0].texts() == runs[1].texts()
+
+
 def test_good_answers_are_trained_without_a_word(models: dict[str, Path], tmp_path: Path) -> None:
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", label=True)]))
     assert "label" not in str(run.prepared.lines)
@@ -320,7 +401,9 @@ def test_options_of_a_record_and_of_a_source_reach_the_template(
     file = write(tmp_path / "a.jsonl", records)
     run = Run(models["qwen3"], file)
     assert trained(run) == [f"Yes.{END}", f"{thought}Yes.{END}"]
-    unread = "data.train: records with the field chat_template_kwargs.{}, which nothing reads: 1"
+    unread = (
+        "data.train: WARNING: records with the option {}, which the chat template does not read: 1"
+    )
     assert unread.format("tone") in run.prepared.lines
     assert unread.format("no") not in run.prepared.lines
     plain = [chat("c", "Yes.")]
@@ -377,9 +460,6 @@ def test_the_key_of_reasoning_that_a_template_reads_is_named(tmp_path: Path) -> 
     ]
 
 
-TOOL = {"name": "rain", "description": "Rain.", "parameters": {"type": "object"}}
-
-
 def test_what_was_rendered_before_is_a_warning(models: dict[str, Path], tmp_path: Path) -> None:
     system = turn("system", f"You call functions. <tools>{json.dumps([TOOL])}</tools>")
     answer = turn("tool", "<tool_response>\n3\n</tool_response>")
@@ -427,7 +507,9 @@ def test_answers_stand_behind_a_prompt_that_the_text_leaves_out(
         first.startswith(f"{prompt.format('one')}1<turn|>") and f"{prompt.format('two')}2" in second
     )
     (said,) = [line for line in run.prepared.lines if "generation prompt of inference" in line]
-    assert re.search(r"a sequence per turn: 1 \| tokens added: \d+$", said)
+    assert re.search(
+        r"WARNING: .* a sequence per turn: 1 \| tokens added: \d+ - data.loss_on", said
+    )
     thinking = chat("q")
     thinking["messages"][1]["reasoning"] = "Hm"
     (refused, _) = problems_of(model, write(tmp_path / "b.jsonl", [thinking]))

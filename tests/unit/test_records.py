@@ -109,7 +109,7 @@ BROKEN = [
     (sharegpt({"from": "gpt", "value": "a", "weight": 2}), "conversations[1] (assistant): "),
     ({**sharegpt({"from": "gpt", "value": "b"}), "system": ["a"]}, "system is ['a']"),
     (
-        {**sharegpt({"from": "system", "value": "b"}), "system": "b"},
+        {**sharegpt({"from": "system", "value": "b"}), "system": "c"},
         "has system and a system turn in conversations - keep one of them",
     ),
     (message(weight=0.3), "messages[0] (assistant): weight is 0.3 - write true or 1"),

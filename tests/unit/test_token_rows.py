@@ -249,3 +249,15 @@ def test_inspect_data_decodes_the_tokens(
     assert run_command([*command, "--html", str(tmp_path / "page.html")]) == 0
     page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert "hello" in page and "the data's labels or loss_mask leave it out" in page
+
+
+@pytest.mark.parametrize("name", ["seq_lengths", "cu_seqlens"])
+def test_a_packed_row_is_refused(name: str, model: Path, tmp_path: Path) -> None:
+    """Its documents would attend to one another."""
+    record = {**ROW, name: [2, 3]}
+    assert (
+        f"has {name}, so the row may hold several"
+        in problems_of(model, write(tmp_path / "a.jsonl", [record]))[0]
+    )
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    assert f"has {name}, so the row may hold" in problems_of(model, tmp_path / "a.parquet")[0]
