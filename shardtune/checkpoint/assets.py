@@ -41,10 +41,13 @@ def model_assets(folder: Path) -> dict[str, bytes]:
 def links_out_of(folder: Path) -> list[Path]:
     """Return the files beside the weights that are links to other places than config.json.
 
-    An export would publish what they lead to. In the hub's cache, and in a folder of links alone,
-    all lead to where config.json does, which is read as such.
+    An export would publish what they lead to. In a folder of links alone all lead to where
+    config.json does, which is read as such; the hub's cache links to its blobs.
     """
-    inside = {folder.resolve(), (folder / "config.json").resolve().parent}
+    home = folder.resolve()
+    inside = {home, (folder / "config.json").resolve().parent}
+    if home.parent.name == "snapshots":
+        inside.add(home.parents[1] / "blobs")
     files = _files_beside_weights(folder)
     return [path for path in files if not inside & {*path.resolve().parents}]
 

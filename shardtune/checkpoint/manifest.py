@@ -235,6 +235,8 @@ def _open_one(path: Path) -> Checkpoint:
             f"{path}: has format {manifest['format']}, and this version reads format {FORMAT} "
             "- use the version that wrote it"
         )
+    if not lacking and "step" not in manifest["state"]:
+        lacking = ["step in its state"]
     if lacking:  # another program wrote it
         raise DamagedCheckpoint(f"{path}/manifest.json: has no {' and no '.join(lacking)}")
     return Checkpoint(checkpoint_name(manifest["state"]["step"]), manifest, digest, [path])

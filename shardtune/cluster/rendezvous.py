@@ -60,7 +60,7 @@ async def meet(environment: Environment, code: str) -> Control:
     me = NodeHello(
         node=environment.node,
         nodes=environment.nodes,
-        host=re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64],
+        host=re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64] or "unnamed",
         address=environment.local_ip or "?",
         token=secrets.token_hex(8),
         code=code,

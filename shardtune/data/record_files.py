@@ -68,6 +68,10 @@ class RecordChunk:
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_table(self) -> bool:
+        return isinstance(self.rows, pyarrow.Table)
+
+    @property
     def text_bytes(self) -> int:
         """What the rows take in memory: a file may be compressed."""
         if isinstance(self.rows, pyarrow.Table):

@@ -154,7 +154,7 @@ def unread_quantisation(given: Mapping[str, Any], path: str) -> str:
     quantisation = given.get("quantization_config")
     if not quantisation or not isinstance(quantisation, Mapping):
         return ""
-    method = quantisation.get("quant_method")
+    method = str(quantisation.get("quant_method") or "")
     # What NVIDIA's tools write has a `quant_algo` alone.
     named = method or quantisation.get("quant_algo") or f"a method with {', '.join(quantisation)}"
     has_fp4 = "fp4" in (quantisation.get("expert_dtype"), given.get("expert_dtype"))

@@ -80,19 +80,22 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         UserError: its beginning has broken records, with which a run is refused.
     """
     lengths: list[int] = []
-    n_bytes = n_records = text_bytes = sample_bytes = 0
+    n_bytes = n_records = text_bytes = 0
+    sampled_bytes = sampled_text_bytes = 0
     for chunk in read_records({"train": [source]}):
         n_bytes += chunk.n_bytes
         text_bytes += chunk.text_bytes
-        if sample_bytes >= _SAMPLE_BYTES:
+        if sampled_text_bytes >= _SAMPLE_BYTES:
             # Compressed bytes are read in large pieces: few of them do not tell a share.
-            if n_bytes < _COUNTED_BYTES:
+            if n_bytes < _COUNTED_BYTES and not chunk.is_table:
                 continue
-            share = sample_bytes / text_bytes * min(1.0, n_bytes / source.n_bytes)
+            share = sampled_text_bytes / text_bytes * min(1.0, n_bytes / source.n_bytes)
+            if chunk.is_table:  # whose bytes are those of so many rows
+                share = sampled_bytes / source.n_bytes
             share = max(share, n_records / (source.max_records or math.inf))
             return np.array(lengths, np.int64), share
         n_records += len(chunk.numbers)
-        sample_bytes = text_bytes
+        sampled_bytes, sampled_text_bytes = n_bytes, text_bytes
         tokenized = tokenizer.tokenize(chunk)
         broken = BrokenRecords()
         for each in tokenized.broken:
@@ -101,4 +104,4 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         if broken.end_files or (broken.count and not tokenizer.data.most_broken):
             raise UserError(*broken.lines())
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
-    return np.array(lengths, np.int64), sample_bytes / text_bytes if text_bytes else 1.0
+    return np.array(lengths, np.int64), sampled_text_bytes / text_bytes if text_bytes else 1.0

@@ -11,6 +11,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
@@ -305,14 +307,18 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     assert "train.jsonl:41: invalid JSON" in said
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".parquet"])
 def test_a_sample_stands_for_as_many_records_as_are_read(
     suffix: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     draw = random.Random(0)
-    records = [{"text": f"{draw.randbytes(1000).hex()}"} for _ in range(3000)]
+    sizes = range(500, 3500) if suffix == ".parquet" else [1000] * 3000
+    records = [{"text": draw.randbytes(size).hex()} for size in sizes]
     data = write_jsonl(tmp_path / "train.jsonl", records)
-    if suffix:
+    if suffix == ".parquet":  # which knows its rows, long ones at the end
+        data = data.with_suffix(suffix)
+        pq.write_table(pa.Table.from_pylist(records), data)
+    elif suffix:
         data = Path(f"{data}.gz")
         data.write_bytes(gzip.compress(data.with_suffix("").read_bytes()))
     given = [f"model.path={models['llama']}", "data.max_length=64", "data.packing=false"]

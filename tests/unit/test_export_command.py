@@ -33,8 +33,12 @@ def test_the_hubs_cache_of_links_is_read(tmp_path: Path, models: dict[str, Path]
     assert model_assets(snapshot) == model_assets(models["llama"])
     (tmp_path / "link").symlink_to(snapshot)
     assert model_assets(tmp_path / "link") == model_assets(models["llama"])
+    edited = (snapshot / "config.json").read_bytes()
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").write_bytes(edited)
+    assert model_assets(snapshot) == model_assets(models["llama"])
     (tmp_path / "links").mkdir()
-    for file in snapshot.iterdir():
+    for file in blobs.iterdir():
         (tmp_path / "links" / file.name).symlink_to(file)
     assert model_assets(tmp_path / "links") == model_assets(models["llama"])
 
