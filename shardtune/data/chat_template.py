@@ -38,7 +38,7 @@ _AROUND_THOUGHT = re.compile(
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *MARKS}
 
 
-_TOOLS_OF_A_TURN = ("tools", "functions", "available_tools")
+_OF_A_TURN = ("tools", "functions", "available_tools", "tool_call", "function_calls")
 # Roles that other tools write, and those that stand in where a template does not write them.
 _STAND_INS = {
     "developer": "system",
@@ -147,11 +147,11 @@ class ChatTemplate:
     def in_its_form(self, message: Message) -> tuple[Message, Note | None]:
         """Return a message with a role and arguments that the template takes, and what changed."""
         role, content = message["role"], message.get("content")
-        tools = (key for key in _TOOLS_OF_A_TURN if message.get(key))
-        if lost := next((key for key in tools if key not in self.mentioned), None):
+        given = (key for key in _OF_A_TURN if message.get(key, "[]") not in (None, "", "[]", []))
+        if lost := next((key for key in given if key not in self.mentioned), None):
             raise ChatError(
-                f"a message has {lost}, which {self.name} does not read - write them as tools of "
-                "the record, beside messages"
+                f"a message has {lost}, which {self.name} does not read - write calls as "
+                "tool_calls, and tools beside messages"
             )
         has_thinking = isinstance(content, list) and any("thinking" in part for part in content)
         if has_thinking and not self._writes_thinking_parts:
@@ -175,14 +175,18 @@ class ChatTemplate:
 
     @lru_cache  # noqa: B019 - a template lives as long as the process
     def _writes_role(self, role: str) -> bool:
-        """Whether the template writes the text of a message with this role."""
-        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-        probe = {"role": role, "content": NEXT_TEXT}
-        messages = [question, answer, probe] if _STAND_INS[role] == "tool" else [probe, question]
-        try:
-            return NEXT_TEXT in self.render(messages, None, True)
-        except ChatError:
-            return False
+        """Whether the template writes this role, and not merely the name of any role.
+
+        Many write an unknown role as it is called, and have a form of its own for a tool.
+        """
+        stand_in = _STAND_INS[role]
+        answer = [{"role": "assistant", "content": "a"}] * (stand_in == "tool")
+        own, other = (
+            self._rendered_probe("q", *answer, {"role": name, "content": NEXT_TEXT})
+            for name in (role, stand_in)
+        )
+        is_like_any = own.replace(role, stand_in) == other
+        return NEXT_TEXT in own and (stand_in != "tool" or is_like_any or NEXT_TEXT not in other)
 
     @cached_property
     def _writes_thinking_parts(self) -> bool:

@@ -122,10 +122,12 @@ def holds_a_line(message: Message, normalized: str) -> bool:
 
 def with_wrapped_calls(message: Message) -> Message:
     """Copy a message whose tool calls all stand under `function`."""
-    calls = [
-        call if "function" in call else {"type": "function", "function": call}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        function = {key: call[key] for key in ("name", "arguments") if key in call}
+        others = {key: call[key] for key in call.keys() - function.keys()}
+        is_bare = "function" not in call
+        calls.append({"type": "function", **others, "function": function} if is_bare else call)
     return message | {"tool_calls": calls}
 
 

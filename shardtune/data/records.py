@@ -31,6 +31,7 @@ _FORMS = {
 _TOKEN_MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
 # What says whether an answer is a good one, where data has both (KTO).
 _LABELS = ("label", "kto_tag")
+_GOOD = ("true", "1", "1.0")
 _FOREIGN_FORMS = {
     ("conversations",): "ShareGPT: conversations of from and value",
     ("instruction", "output"): "Alpaca: instruction, input and output",
@@ -132,21 +133,27 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
     notes = [(Outcome.FOREIGN_FORM, foreign)] if (foreign := _FOREIGN_FORMS.get(form)) else []
     if isinstance(present.get("messages"), str):
         notes.append((Outcome.FOREIGN_FORM, _JSON_MESSAGES))
-    for name in ("prompt", "completion") if "prompt" in form else ():
-        if has_turns(turns := from_json(present[name])):
-            present[name] = turns
+    if isinstance(present.get("prompt"), str) and has_turns(from_json(present["prompt"])):
+        for name in ("prompt", "completion"):  # an answer may be such a text beside a real list
+            turns = from_json(present[name])
+            present[name] = turns if has_turns(turns) else present[name]
+        notes.append((Outcome.FOREIGN_FORM, "JSON text in prompt"))
     record = _read_form(form, present, roles, notes)
     has_messages = any(isinstance(field, list) for field in record.values())
     used = {*form, *(_FORMS[form] if has_messages or "prompt" not in form else ())}
-    if "text" not in form:
+    if "text" not in form and "input_ids" not in form:
         _require_good(present)
-        used.update(name for name in _LABELS if str(present.get(name)).lower() in ("true", "1"))
+        used.update(name for name in _LABELS if str(present.get(name)).lower() in _GOOD)
     if has_messages:
         if system := _system(present):
             first = record.get("messages") or record["prompt"]
             _put_before(system, first, "conversations" if "conversations" in form else "messages")
-        tools = present.get("tools", present.get("functions"))  # OpenAI's older name
-        if str(tools).strip() not in ("", "null", "None"):  # as tables write that there are none
+        # `functions`: OpenAI's older name. Tables write in several ways that there are none.
+        given = {n: present[n] for n in ("tools", "functions") if present.get(n)}
+        lists = {n: v for n, v in given.items() if str(v).strip() not in ("", "null", "[]")}
+        if len(lists) > 1:
+            raise RecordError("has tools and functions - keep one of them")
+        for tools in lists.values() or [v for v in given.values() if v == "[]"]:
             record["tools"] = _parse_tools(tools)
         if options := from_json(present.get("chat_template_kwargs")):
             require(isinstance(options, dict), "chat_template_kwargs", options, "an object")
@@ -187,11 +194,12 @@ def _require_good(present: Mapping[str, Any]) -> None:
     """Raise FileError where a record says that its answer is a bad one."""
     for name in _LABELS:
         if str(present.get(name)).lower() in ("false", "0", "0.0"):  # tables hold it as text
+            label = json.dumps(present[name], default=str)
+            keep = f"""jq -c 'select(.{name} | IN(false, 0, "false", "0") | not)' OLD > NEW"""
+            columns = f'"data.columns={{{name}: null}}"'
             raise FileError(
-                f"has {name}: {json.dumps(present[name])}, which marks a bad answer (KTO) - leave "
-                f"those out with jq -c 'select(.{name} == true or .{name} == 1)' OLD > NEW (of a "
-                f".json: '.[] | select(...)'), or write \"data.columns={{{name}: null}}\" to train "
-                "all answers"
+                f"has {name}: {label}, which marks a bad answer (KTO) - leave those out, in a "
+                f".jsonl with {keep}, or write {columns} to train all answers"
             )
 
 

@@ -11,7 +11,8 @@ from shardtune.data.record_error import RecordError, require
 TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained
 BESIDE_TOKENS = (*TRAINED_TOKENS, "attention_mask", "position_ids")
 # Names of other tools for where the documents of a packed row begin.
-_OF_PACKED_ROWS = ("seq_lengths", "seq_start_id", "cu_seqlens", "segment_ids", "sequence_lengths")
+_OF_PACKED_ROWS = {"seq_lengths", "seq_lens", "sequence_lengths", "seq_start_id", "cu_seqlens"}
+_OF_PACKED_ROWS |= {"cu_seq_lens_q", "segment_ids", "document_ids", "doc_ids", "sequence_ids"}
 _UNTRAINED = -100  # in labels, as transformers has them
 
 

@@ -37,8 +37,7 @@ MISNAMED_ROLES = {
 }
 _KNOWN_ROLES = {*_ROLES, *_CALLS, "function", "observation", "tool_response"}
 # Names of other tools for the arguments of a call, and for the calls of a turn.
-_ARGUMENTS = ("arguments", "parameters", "input", "args")
-_OTHER_CALLS = ("tool_call", "function_calls")
+_ARGUMENTS = ("arguments", "parameters", "input", "args", "params", "kwargs", "tool_input")
 _CALL_REMEDY = 'a JSON object as {"name": "...", "arguments": {...}}, or a list of them'
 
 
@@ -159,11 +158,9 @@ def _read_message(where: str, message: Message) -> None:
         if message.get("tool_calls"):
             raise RecordError(f"{where} has function_call and tool_calls - write one of them")
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-    if other := next((name for name in _OTHER_CALLS if message.get(name)), None):
-        raise RecordError(f"{where} has {other} - write a list of calls as tool_calls")
     calls, content = from_json(message.get("tool_calls", [])), message.get("content", "")
     require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
-    if calls:
+    if "tool_calls" in message:
         message["tool_calls"] = [
             _read_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)
         ]
@@ -208,12 +205,17 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
     require(isinstance(function, dict), f"{where}.function", function, remedy)
     name = function.get("name")
     require(name and isinstance(name, str), f"{where}: the name", name, "a string")
-    key = next((key for key in _ARGUMENTS if function.get(key) is not None), "arguments")
-    written = function.get(key)
-    arguments = {} if written is None or not str(written).strip() else from_json(written)
-    require(isinstance(arguments, dict), f"{where}: {key}", written, "a JSON object")
-    function = {k: v for k, v in function.items() if k != key} | {"arguments": arguments}
-    return call | {"function": function} if "function" in call else function
+    given = {key: call[key] for key in _ARGUMENTS if key in call} | function
+    written = {key: given[key] for key in _ARGUMENTS if given.get(key) not in (None, "", {})}
+    if len(written) > 1:
+        raise RecordError(f"{where} has {' and '.join(written)} - keep one of them as arguments")
+    key, value = next(iter(written.items()), ("arguments", {}))
+    arguments = {} if isinstance(value, str) and not value.strip() else from_json(value)
+    require(isinstance(arguments, dict), f"{where}: {key}", value, "a JSON object")
+    function = {k: v for k, v in function.items() if k not in _ARGUMENTS}
+    function["arguments"] = arguments
+    others = {k: v for k, v in call.items() if k not in _ARGUMENTS}
+    return others | {"function": function} if "function" in call else function
 
 
 def _calls_in_text(where: str, message: Message) -> list[Any]:

@@ -86,7 +86,7 @@ def test_marks_of_other_tools_leave_answers_untrained(
         ({"role": "uesr"}, "messages[1].role is 'uesr' - write user, or"),
         ({"role": "systen"}, "messages[1].role is 'systen' - write system, or"),
         ({"role": "tool_calls"}, "messages[1].role is 'tool_calls' - write tool_call"),
-        ({"tool_call": {"name": "f"}}, "has tool_call - write a list of calls as tool_calls"),
+        ({"tool_call": {"name": "f"}}, "a message has tool_call, which the chat template of"),
         ({"functions": [{"name": "f"}]}, "a message has functions, which the chat template of"),
         ({"function_call": {"name": "f"}, "tool_calls": [{}]}, "has function_call and tool_calls"),
         ({"function_call": {"name": "f", "arguments": "{"}}, "arguments is '{' - write a JSON"),
