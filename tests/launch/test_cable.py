@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers.collectives import counted_collectives
 from helpers.commands import needs_namespaces
 from helpers.ranks import on_nodes
 
 from distTest.rehearse.namespaces import Node, joined_nodes
 from distTest.workloads.cable import ADDRESSES, INTERFACE, PORT
 from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows
-from distTest.workloads.wrapped import counted
 from shardtune.config_io import load_config
 from shardtune.model.files import read_model_config
 from shardtune.planner.machine import Machine
@@ -80,7 +80,7 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
         script.train_step = counting
         os.environ["MASTER_PORT"] = str(PORT + number)
         script.sys.argv = ["train_fsdp.py", "--config", os.devnull, *given, f"run.dir={name}"]
-        with counted(script, f"{name}:0"):
+        with counted_collectives(name):
             script.main()
         dist.destroy_process_group()
         if rank == 0:

@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         name: save_model(folder / name, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
-        for name in ("qwen2_5", "qwen3", "gemma4", "gemma4_v5")
+        for name in ("qwen2_5", "qwen3", "gemma4", "gemma4_v5", "llama3_1")
     }
 
 
@@ -540,3 +540,32 @@ def test_rewritten_turns_that_outweigh_the_rest_are_a_warning(
         run = Run(models["qwen3"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
         said = [line for line in run.prepared.lines if "data.loss_on=last" in line]
         assert bool(said) == warns and all("WARNING: records whose earlier" in s for s in said)
+
+
+@pytest.mark.parametrize("role", ["function", "observation", "tool_response"])
+def test_a_template_with_a_form_for_tools_writes_their_answers_in_it(
+    role: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """It would write the name of any other role as it is."""
+    call = turn("assistant", "", tool_calls=calls(FUNCTION))
+    texts = []
+    for name in ("tool", role):
+        messages = [QUESTIONS[0], call, turn(name, "3 mm", name="rain"), turn("user", "So?")]
+        messages.append(turn("assistant", "3."))
+        file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": [TOOL]}])
+        texts.append(Run(models["llama3_1"], file, loss_on="last").texts())
+    assert texts[0] == texts[1] and "ipython" in texts[0][0][0]
+
+
+def test_arguments_that_contradict_each_other_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    beside = {"function": {"name": "rain"}, "arguments": {"city": "Oslo"}}
+    message = turn("assistant", "", tool_calls=[beside])
+    run = Run(
+        models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": [QUESTIONS[0], message]}])
+    )
+    assert trained(run) == [f"{CALL}{END}"]
+    message["tool_calls"] = [FUNCTION | {"parameters": {"city": "Rome"}}]
+    file = write(tmp_path / "a.jsonl", [{"messages": [QUESTIONS[0], message]}])
+    assert "has arguments and parameters - keep one" in problems_of(models["qwen2_5"], file)[0]
