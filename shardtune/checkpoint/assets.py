@@ -41,8 +41,8 @@ def model_assets(folder: Path) -> dict[str, bytes]:
 def links_out_of(folder: Path) -> list[Path]:
     """Return the files beside the weights that are links to other places than config.json.
 
-    An export would publish what they lead to. In a folder of links alone all lead to where
-    config.json does, which is read as such; the hub's cache links to its blobs.
+    An export would publish what they lead to. Two places are allowed beside the
+    folder: that of the file behind config.json, for folders of links alone, and the hub's blobs.
     """
     home = folder.resolve()
     inside = {home, (folder / "config.json").resolve().parent}

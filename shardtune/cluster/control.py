@@ -125,7 +125,7 @@ class Peer:
             if not (line := await self._reader.readline()):
                 raise ConnectionLost("it closed the connection")
             body, tab, digest = line.rstrip(b"\n").partition(b"\t")
-            message = {**json.loads(body)}  # raises a TypeError where it is no object
+            message = {**json.loads(body)}  # raises a TypeError unless it is an object
             if self._num_received == 0:
                 self._their_nonce = message.pop("nonce", "")
             received = read(message)

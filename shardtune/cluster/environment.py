@@ -109,8 +109,7 @@ def read_environment(environ: MutableMapping[str, str], arguments: Sequence[str]
         values |= {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
         if not environ.get("MASTER_PORT"):
             store_port = network.free_port()
-    if (secret := _take_secret(environ)) == "":
-        problems.append("JOIN_SECRET is empty - set the same long text on every node, or unset it")
+    secret = _take_secret(environ, problems)
     config: Config | None = None
     try:
         config = read_run_arguments(arguments, REPOSITORY / "config.yaml")
@@ -140,20 +139,22 @@ def read_environment(environ: MutableMapping[str, str], arguments: Sequence[str]
         owns_master=owns_master,
         join_timeout_s=(config.distributed if config else DistributedConfig()).join_timeout_s,
         max_restarts=max_restarts or 0,
-        secret=os.fsencode(secret or ""),
+        secret=secret,
         config=config,
         problems=tuple(problems),
     )
 
 
-def _take_secret(environ: MutableMapping[str, str]) -> str | None:
+def _take_secret(environ: MutableMapping[str, str], problems: list[str]) -> bytes:
     """Remove JOIN_SECRET: no other process inherits it, and /proc shows none of a fork."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     if at := getenv(b"JOIN_SECRET"):
         ctypes.memset(at, 0, len(ctypes.string_at(at)))
     secret = environ.pop("JOIN_SECRET", None)
-    return secret and secret.strip()
+    if secret is not None and not secret.strip():
+        problems.append("JOIN_SECRET is empty - set the same long text on every node, or unset it")
+    return os.fsencode((secret or "").strip())
 
 
 def _temporary_directory_problems() -> list[str]:

@@ -6,7 +6,7 @@ import datetime
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -156,7 +156,7 @@ class ChatTemplate:
         has_thinking = isinstance(content, list) and any("thinking" in part for part in content)
         if has_thinking and not self._writes_thinking_parts:
             message = without_thinking_parts(message)
-        if (stand_in := _STAND_INS.get(role)) and not self._writes_role(role):
+        if (stand_in := _STAND_INS.get(role)) and role not in self._own_roles:
             return message | {"role": stand_in}, (Outcome.STAND_IN, f"{role}, read as {stand_in}")
         if message.get("tool_calls"):
             if not self._takes_bare_calls:
@@ -173,7 +173,11 @@ class ChatTemplate:
         bare, whole = (self._rendered_probe("q", tools=[each]) for each in (tool, wrapped))
         return NEXT_TEXT in bare or NEXT_TEXT not in whole
 
-    @lru_cache  # noqa: B019 - a template lives as long as the process
+    @cached_property
+    def _own_roles(self) -> set[str]:
+        """The roles among _STAND_INS that the template writes."""
+        return {role for role in _STAND_INS if self._writes_role(role)}
+
     def _writes_role(self, role: str) -> bool:
         """Whether the template writes this role, and not merely the name of any role.
 

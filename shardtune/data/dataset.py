@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -425,14 +426,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
-    options = tokenizer.encoder.template.unread_options
-    unread = [f"the chat template does not read {option}" for option in options]
-    for source in sets.get("train", ()):
-        of_source = tokenizer.encoder.template.with_options(source.template_options)
-        unread += [
-            f"the chat template does not read {option} of {source.key}"
-            for option in of_source.unread_of(source.template_options)
-        ]
+    unread = _unread_options(tokenizer.encoder, sets.get("train", ()))
     warnings = describe_duplicates({name: writer.hashes for name, writer in writers.items()})
     for key, source in sources.items():
         for line, record in sums[key].dropped_lines().items():
@@ -454,6 +448,16 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
+
+
+def _unread_options(encoder: ChatEncoder, sources: Iterable[Source]) -> Iterator[str]:
+    """Yield a sentence for each option that the template does not read."""
+    for option in encoder.template.unread_options:
+        yield f"the chat template does not read {option}"
+    for source in sources:
+        template = encoder.template.with_options(source.template_options)
+        for option in template.unread_of(source.template_options):
+            yield f"the chat template does not read {option} of {source.key}"
 
 
 def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:

@@ -349,7 +349,7 @@ def has_turns(value: Any) -> bool:
 
 
 def list_of_records(value: Mapping[str, Any], columns: Mapping[str, str | None]) -> str:
-    """Return the field with the records, of an object that is no record; "" if it has none."""
+    """Return the field of an object that wraps the records; "" if it has none."""
     if value.keys() & read_fields(columns):
         return ""
     for name, field in value.items():

@@ -92,7 +92,7 @@ class Run:
         return [(decode(tokens), decode(tokens[trained])) for tokens, trained in rows]
 
 
-def chat(question: Any, answer: str = "fine", **fields: Any) -> dict[str, Any]:
+def chat(question: Any, answer: Any = "fine", **fields: Any) -> dict[str, Any]:
     return {
         "messages": [
             {"role": "user", "content": question},

@@ -117,10 +117,10 @@ def test_a_rank_that_ends_or_stops_is_named(
 
     No process of the launch has the secret of the agents.
     """
-    fault = break_rank(folder, rank, where, effect) | {"JOIN_SECRET": "a word of theirs"}
+    fault = break_rank(folder, rank, where, effect) | {"JOIN_SECRET": "the secret word"}
     with two_nodes(folder, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
         nodes.wait_for_step(4)
-        assert nodes.ranks(0) and not nodes.processes_with("a word of theirs")
+        assert nodes.ranks(0) and not nodes.processes_with("the secret word")
         require_end(nodes, 1, line.format(rank=rank, host=HOST))
         if where == DATA:
             assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()

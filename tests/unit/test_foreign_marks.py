@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from helpers.data_run import Run, chat, problems_of, save_model, write
+from helpers.stock_templates import END, TOOL, stock_models, trained, turn
 
 from shardtune.data.records import check_record
-
-TOOL = {"name": "rain", "description": "Rain.", "parameters": {"type": "object"}}
-TEMPLATES = Path(__file__).parents[2] / ".venv/trl_templates"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tokenizers with stock templates."""
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        name: save_model(folder / name, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
-        for name in ("qwen2_5", "qwen3", "gemma4", "gemma4_v5", "llama3_1")
-    }
-
-
-def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-def trained(run: Run) -> list[str]:
-    return [text for _, text in run.texts()]
+    return stock_models(tmp_path_factory.mktemp("models"), "qwen2_5", "qwen3", "gemma4", "llama3_1")
 
 
 QUESTIONS = [turn("user", "Rain?"), turn("user", "Really?")]
-END = "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -61,8 +44,8 @@ def test_marks_of_other_tools_leave_answers_untrained(
     messages += [QUESTIONS[1], turn("assistant", "Yes.", **yes)]
     record: dict[str, Any] = {"messages": messages}
     if form == "conversations":
-        turns = [{"from": m.pop("role"), "value": m.pop("content"), **m} for m in messages]
-        QUESTIONS[:] = [turn("user", "Rain?"), turn("user", "Really?")]
+        turns = [{"from": m["role"], "value": m["content"], **m} for m in messages]
+        turns = [{k: v for k, v in t.items() if k not in ("role", "content")} for t in turns]
         record = {"conversations": turns}
     elif form == "completion":
         record = {"prompt": messages[:1], "completion": messages[1:]}
@@ -369,177 +352,6 @@ def test_a_context_message_that_is_lost_is_a_warning(
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
     lost = "WARNING: the chat template leaves out the whole text of messages[0] (critic): 1"
     assert f"data.train: {lost}" in run.prepared.lines
-
-
-THINKS = {"template_options": {"enable_thinking": True}}
-
-
-@pytest.mark.parametrize("form", ["messages", "completion"])
-@pytest.mark.parametrize(
-    ("model", "opens"), [("qwen3", "<think>"), ("gemma4_v5", "<|channel>thought")], ids=str
-)
-def test_a_thought_that_was_cut_off_is_refused(
-    model: str, opens: str, form: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    record: dict[str, Any] = chat("q", f"{opens}\nHm, long")
-    if form == "completion":
-        record = {"prompt": "q", "completion": f"{opens}\nHm, long"}
-    said = problems_of(models[model], write(tmp_path / "a.jsonl", [record]), **THINKS)
-    assert f"opens {opens} and does not close it: its thought was cut off - leave" in said[0]
-    whole = write(tmp_path / "b.jsonl", [chat("q", "<think>\nHm\n</think>\n\nYes.")])
-    assert Run(models["qwen3"], whole).texts()
-
-
-def test_options_of_a_record_and_of_a_source_reach_the_template(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    thought = "<think>\nOften.\n</think>\n\n"
-    records = [
-        chat("a", "Yes.", chat_template_kwargs={"enable_thinking": False, "tone": 3, "no": []}),
-        chat("b", f"{thought}Yes.", chat_template_kwargs={"enable_thinking": True}),
-    ]
-    file = write(tmp_path / "a.jsonl", records)
-    run = Run(models["qwen3"], file)
-    assert trained(run) == [f"Yes.{END}", f"{thought}Yes.{END}"]
-    unread = (
-        "data.train: WARNING: records with the option {}, which the chat template does not read: 1"
-    )
-    assert unread.format("tone") in run.prepared.lines
-    assert unread.format("no") not in run.prepared.lines
-    plain = [chat("c", "Yes.")]
-    sources = [
-        {"path": str(write(tmp_path / f"{name}.jsonl", plain)), "template_options": options}
-        for name, options in (("x", {"enable_thinking": False}), ("y", {}))
-    ]
-    run = Run(models["qwen3"], sources)
-    assert trained(run) == [f"Yes.{END}", f"<think>\n\n</think>\n\nYes.{END}"]
-    empty = "answers that train an empty thought; data.template_options={enable_thinking: false}"
-    assert any(empty in line for line in run.prepared.lines)
-    taken = write(tmp_path / "t.jsonl", [chat("q", chat_template_kwargs={"tools": []})])
-    assert "chat_template_kwargs.tools: the template gets" in problems_of(models["qwen3"], taken)[0]
-    sources[0]["template_options"] = {"messages": []}
-    assert problems_of(models["qwen3"], sources)[0].startswith(
-        "data.train.x.template_options.messa"
-    )
-
-
-def test_parts_of_thinking_are_trained(models: dict[str, Path], tmp_path: Path) -> None:
-    """A template that writes them gets them, another one the same as reasoning."""
-    parts = [{"type": "thinking", "thinking": "Often."}, {"type": "text", "text": "Yes."}]
-    file = write(tmp_path / "a.jsonl", [chat("q", parts)])  # type: ignore[arg-type]
-    assert trained(Run(models["qwen3"], file)) == [f"<think>\nOften.\n</think>\n\nYes.{END}"]
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
-        "{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'thinking' %}"
-        "[T]{{ p.thinking }}[/T]"
-        "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    model = save_model(tmp_path / "model", template)
-    assert trained(Run(model, file)) == [f"[T]Often.[/T]Yes.{END}"]
-    both = [{**chat("q", parts)["messages"][1], "reasoning": "a"}]  # type: ignore[arg-type]
-    record = {"messages": [turn("user", "q"), *both]}
-    said = problems_of(model, write(tmp_path / "b.jsonl", [record]))
-    assert "has a part thinking and reasoning - keep one of them" in said[0]
-
-
-def test_the_key_of_reasoning_that_a_template_reads_is_named(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}<think>"
-        "{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    model = save_model(tmp_path / "model", template)
-    record = chat("q")
-    record["messages"][1]["reasoning_content"] = "Often."
-    said = problems_of(model, write(tmp_path / "a.jsonl", [record]))
-    assert "it reads reasoning - write it as reasoning" in said[0]
-    record["messages"][1]["reasoning"] = record["messages"][1].pop("reasoning_content")
-    assert trained(Run(model, write(tmp_path / "a.jsonl", [record]))) == [
-        f"<think>Often.</think>fine{END}"
-    ]
-
-
-def test_what_was_rendered_before_is_a_warning(models: dict[str, Path], tmp_path: Path) -> None:
-    system = turn("system", f"You call functions. <tools>{json.dumps([TOOL])}</tools>")
-    answer = turn("tool", "<tool_response>\n3\n</tool_response>")
-    messages = [system, *chat("q")["messages"], answer, turn("assistant", "3 mm.")]
-    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": [TOOL]}])
-    lines = str(Run(models["qwen2_5"], file).prepared.lines)
-    assert "WARNING: conversations whose tools stand in the system text" in lines
-    assert "WARNING: conversations that hold <tool_response> of the chat template" in lines
-    messages[0], messages[3] = turn("system", "Be short."), turn("tool", "3")
-    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": [TOOL]}])
-    assert "rendered already" not in str(Run(models["qwen2_5"], file).prepared.lines)
-
-
-def test_thoughts_that_the_template_takes_in_are_no_rendered_text(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Its generation prompt has the same token."""
-    file = write(tmp_path / "a.jsonl", [chat("q", "<think>\nHm\n</think>\n\nYes.")])
-    template = (TEMPLATES / "qwen3_5_think.jinja").read_text(encoding="utf-8")
-    model = save_model(tmp_path / "model", template, more=["<think>", "</think>"])
-    run = Run(model, file)
-    assert trained(run) == [f"Hm\n</think>\n\nYes.{END}"]
-    assert "rendered already" not in str(run.prepared.lines)
-    asked = chat("What does <think> do?", "<think>\nHm\n</think>\n\nYes.")
-    run = Run(model, write(tmp_path / "a.jsonl", [asked]))
-    assert "WARNING: conversations that hold <think>" in str(run.prepared.lines)
-
-
-def test_answers_stand_behind_a_prompt_that_the_text_leaves_out(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Gemma 4 without thinking prompts with an empty thought, which its text has not."""
-    messages = [*chat("one", "1")["messages"], *chat("two", "2")["messages"]]
-    text = (TEMPLATES / "gemma4_v5.jinja").read_text(encoding="utf-8")
-    begin, header, end = text.rpartition("{{- '<|turn>model\\n' -}}")
-    empty = "{%- if not enable_thinking -%}{{- '<|channel>thought\\n<channel|>' -}}{%- endif -%}"
-    assert begin
-    template = begin + header + empty + end
-    model = save_model(tmp_path / "model", template, more=["<turn|>"], eos="<turn|>")
-    run = Run(model, write(tmp_path / "a.jsonl", [{"messages": messages}]))
-    prompt = "<|turn>user\n{}<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
-    (first, one), (second, two) = run.texts()
-    assert (one, two) == ("1<turn|>", "2<turn|>")
-    assert (
-        first.startswith(f"{prompt.format('one')}1<turn|>") and f"{prompt.format('two')}2" in second
-    )
-    (said,) = [line for line in run.prepared.lines if "generation prompt of inference" in line]
-    assert re.search(
-        r"WARNING: .* a sequence per turn: 1 \| tokens added: \d+ - data.loss_on", said
-    )
-    thinking = chat("q")
-    thinking["messages"][1]["reasoning"] = "Hm"
-    (refused, _) = problems_of(model, write(tmp_path / "b.jsonl", [thinking]))
-    assert "the generation prompt of" in refused
-
-
-def test_a_template_file_takes_the_place_of_the_models(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    base = save_model(tmp_path / "base", None)
-    file = write(tmp_path / "a.jsonl", [chat("q", "Yes.")])
-    assert "has no chat template" in problems_of(base, file)[0]
-    template = TEMPLATES / "qwen2_5.jinja"
-    run = Run(base, file, chat_template=str(template))
-    assert run.texts() == Run(models["qwen2_5"], file).texts()
-    other = tmp_path / "other.jinja"
-    other.write_text(template.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert Run(base, file, chat_template=str(other)).entry != run.entry
-    (said,) = problems_of(base, file, chat_template=str(tmp_path / "none"))
-    assert said.startswith(f"data.chat_template={tmp_path}/none cannot be read")
-
-
-def test_rewritten_turns_that_outweigh_the_rest_are_a_warning(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    for n_turns, warns in ((8, True), (1, False)):
-        messages = [m for i in range(n_turns) for m in chat(f"q{i}", f"a{i}")["messages"]]
-        run = Run(models["qwen3"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
-        said = [line for line in run.prepared.lines if "data.loss_on=last" in line]
-        assert bool(said) == warns and all("WARNING: records whose earlier" in s for s in said)
 
 
 @pytest.mark.parametrize("role", ["function", "observation", "tool_response"])

@@ -48,10 +48,11 @@ def test_a_resume_warns_of_another_effective_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With the value that keeps it, where there is one."""
-    config, world = load(tmp_path, *now), SimpleNamespace(size=ranks)
+    config = load(tmp_path, *now)
+    world: Any = SimpleNamespace(size=ranks)
     state = {"config": to_dict(load(tmp_path, *before))}
     resumed: Any = SimpleNamespace(name="step-7", state=state, world_size=ranks_before)
     with caplog.at_level(logging.WARNING, "shardtune"):
-        log_changes(resumed, config, world)  # type: ignore[arg-type]
+        log_changes(resumed, config, world)
     expected = [f"Effective batch was {rows[0]} rows, is {rows[1]}: {keeps}"] if keeps else []
     assert [message[: len(expected[0])] for message in caplog.messages] == expected
