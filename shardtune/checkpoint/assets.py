@@ -28,7 +28,8 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     They are the source's bytes, but config.json does not say where it came from, and of a quantised
     source it says bfloat16, as which its weights are read.
     """
-    files = [path for path in _files_beside_weights(folder) if path not in links_out_of(folder)]
+    left_out = links_out_of(folder)
+    files = [path for path in _files_beside_weights(folder) if path not in left_out]
     assets = {path.name: path.read_bytes() for path in files}
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
@@ -41,8 +42,8 @@ def model_assets(folder: Path) -> dict[str, bytes]:
 def links_out_of(folder: Path) -> list[Path]:
     """Return the files beside the weights that are links to other places than config.json.
 
-    An export would publish what they lead to. Two places are allowed beside the
-    folder: that of the file behind config.json, for folders of links alone, and the hub's blobs.
+    An export would publish what they lead to. Two places are allowed beside the folder: that of
+    the file behind config.json, for folders of links alone, and the hub's blobs.
     """
     home = folder.resolve()
     inside = {home, (folder / "config.json").resolve().parent}
