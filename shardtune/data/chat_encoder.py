@@ -284,8 +284,9 @@ class ChatEncoder:
         apart = Outcome.TURNS_APART if len(turns) > 1 else None
         if has_longer_prompt:
             apart, text = Outcome.LONGER_PROMPT, chat.render(chat.messages[:end])
-        added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(text)[0])
-        added = added if apart else 0
+        added = 0
+        if apart:
+            added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(text)[0])
         return EncodedRecord(sequences, added, turns[-1].appended, apart, notes)
 
     def _encode_all(

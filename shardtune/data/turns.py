@@ -1,6 +1,6 @@
 """The turns of a conversation, as ours, ShareGPT's and other tools write them, read as messages.
 
-Whether a turn is trained has many names, and a call has three forms: each becomes one here.
+Whether a turn is trained has many names. A call has several forms, which become one here.
 """
 
 from __future__ import annotations
