@@ -88,8 +88,8 @@ def _read_config(path: str) -> PreTrainedConfig:
         what = f"transformers {transformers.__version__} does not know the architecture {kind}"
         if "auto_map" in given:
             what = "its model is code of its own, which is not run here"
-        remedy = "name a model that transformers knows (a plan gives a bound of this one)"
-        raise UserError(f"model.path={path}: {what} - {remedy}") from error
+        problem = f"model.path={path}: {what} - name a model that transformers knows"
+        raise UserError(problem) from error
 
 
 def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]) -> str | None:

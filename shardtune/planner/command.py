@@ -37,7 +37,6 @@ from shardtune.planner.search import (
     launch_command,
     with_values,
 )
-from shardtune.planner.stand_in import stand_in
 from shardtune.planner.status_lines import Say, silent
 from shardtune.planner.text import describe, describe_changes, describe_room
 from shardtune.planner.verdict import lacking, verdict
@@ -102,24 +101,22 @@ def plan_config(options: argparse.Namespace, say: Say = silent) -> ConfigPlan:
         UserError: the run would be refused.
     """
     config = read_config(options)
-    model_config, reason = read_model(config, say)
+    model_config = read_model(config, say)
     simulations = Simulations(model_config)
     say("simulating a step as configured")
-    plan = make_plan(config, model_config, machine_of(options, config), simulations, reason)
-    folder = None if reason else model_folder(config.model.path)
+    plan = make_plan(config, model_config, machine_of(options, config), simulations)
+    folder = model_folder(config.model.path)
     notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
     return ConfigPlan(config, plan, model_config, simulations, [*filter(None, notes)])
 
 
-def read_model(config: Config, say: Say) -> tuple[PreTrainedConfig, str]:
-    """Return the model's configuration, and why no step of it can be simulated, or an empty text.
+def read_model(config: Config, say: Say) -> PreTrainedConfig:
+    """Return the model's configuration.
 
     Raises:
         UserError: a run of it would be refused.
     """
     quiet_libraries(is_main=False)
-    if unknown := stand_in(config.model.path):
-        return unknown
     without_weights = config.model.model_copy(update={"init": "random"})
     model_config = read_model_config(without_weights, config.data.max_length)
     say(f"trying a small copy of {model_config.model_type}")
@@ -127,7 +124,7 @@ def read_model(config: Config, say: Say) -> tuple[PreTrainedConfig, str]:
     at_once([partial(check, config, model_config) for check in checks])
     if config.model.init == "pretrained":
         _require_fitting_files(config.model.path)
-    return model_config, ""
+    return model_config
 
 
 def describe_config(made: ConfigPlan) -> Iterator[str]:

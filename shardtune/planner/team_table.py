@@ -32,7 +32,6 @@ _HEAD = [
 
 class _Model(NamedTuple):
     config: PreTrainedConfig
-    reason: str  # why no step of it can be simulated
     simulations: Simulations
 
 
@@ -42,8 +41,8 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     Raises:
         UserError: the run would be refused, or with code 3, nothing fits.
     """
-    model_config, reason = read_model(read_config(runs[0]), say)
-    model = _Model(model_config, reason, Simulations(model_config))
+    model_config = read_model(read_config(runs[0]), say)
+    model = _Model(model_config, Simulations(model_config))
     rows: list[list[str]] = []
     lines: list[str] = []
     print(*table(_HEAD, []), flush=True)
@@ -58,7 +57,7 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
             print([*table(_HEAD, rows[-1:])][1], flush=True)
             if not change and options is runs[-1]:
                 lines += _from_more_nodes(search, trains)
-    print(*lines, *_assumptions(config, model), sep="\n")
+    print(*lines, *_assumptions(config), sep="\n")
     if all(row[2] == "no" for row in rows):
         raise DoesNotFit(f"nothing of {config.model.path} fits - take more or larger GPUs")
 
@@ -72,8 +71,8 @@ def _search(
         rows = rows_per_step(machine.ranks, with_values(config, {_ACCUMULATION: 1}))
         config = with_values(config, {_ACCUMULATION: max(1, _ROWS // rows)})
     # Only what is found is simulated: the mesh that it begins with may fit nowhere.
-    plan = make_plan(config, model.config, machine, model.simulations, reason=model.reason or "-")
-    return Search(replace(plan, reason=model.reason), model.config, say=say), config
+    plan = make_plan(config, model.config, machine, model.simulations, reason="-")
+    return Search(replace(plan, reason=""), model.config, say=say), config
 
 
 def _cells(change: Change | None, config: Config) -> list[str]:
@@ -94,11 +93,11 @@ def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
         )
 
 
-def _assumptions(config: Config, model: _Model) -> Iterator[str]:
+def _assumptions(config: Config) -> Iterator[str]:
     checkpointing = config.model.activation_checkpointing
     yield (
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
         f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"
     )
-    how = f"bounded by shapes, since {model.reason}" if model.reason else "simulated"
-    yield f"Each row that fits is {how}; a plan of its settings has the memory by phase and cause"
+    how = "Each row that fits is simulated"
+    yield f"{how}; a plan of its settings has the memory by phase and cause"
