@@ -7,7 +7,7 @@ tiles, however few its tokens, since spread experts exchange in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,17 +21,13 @@ from shardtune.model.support import decoder_layers
 
 def tile_layers(model: PreTrainedModel, tiles: int) -> None:
     """Let the experts and dense MLPs of all layers run on so many parts of their tokens."""
-    for module in tileable(model):
-        if not _is_mlp(module):
-            module.tiles = tiles
-        module.forward = _tiled(module.forward, tiles, dim=-2 if _is_mlp(module) else 0)
-
-
-def tileable(model: PreTrainedModel) -> Iterator[Any]:
-    """Yield what would run in tiles."""
-    yield from (module for _, module, _ in stacked_experts(model))
+    module: Any
+    for _, module, _ in stacked_experts(model):
+        module.tiles = tiles
+        module.forward = _tiled(module.forward, tiles, dim=0)
     for layer in decoder_layers(model):
-        yield from filter(_is_mlp, layer.modules())
+        for module in filter(_is_mlp, layer.modules()):
+            module.forward = _tiled(module.forward, tiles, dim=-2)
 
 
 def _is_mlp(module: nn.Module) -> bool:

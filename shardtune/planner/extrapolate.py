@@ -168,13 +168,7 @@ def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
         if key in short.peaks:
             by_cause = grow(short.peaks[key].by_cause, peak.by_cause)
             peaks[key] = Peak(by_cause.total(), by_cause)
-    pools, beside = (
-        {key: n for key, n in grow(small, large).items() if key in small}
-        for small, large in (
-            (short.pools, long.pools),
-            (short.pools_beside_tiles, long.pools_beside_tiles),
-        )
-    )
+    pools = {key: n for key, n in grow(short.pools, long.pools).items() if key in short.pools}
     traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
     kernels = [grow(*both) for both in zip(short.kernels, long.kernels, strict=True)]
-    return Measured(layers, peaks, pools, beside, traffic, kernels, long.attention)
+    return Measured(layers, peaks, pools, traffic, kernels, long.attention)

@@ -30,18 +30,6 @@ def step_memory(
     return peaks, pools if is_gpu else []
 
 
-def bytes_beside_tiles(measured: Measured, states: StateBytes, config: Config) -> int:
-    """Return a GPU's pools, without what tiles cut: a step has no less in any number of them.
-
-    Where layers keep more than their inputs, tiles cut all that a forward and a backward hold.
-    """
-    is_cut = () if config.model.keeps_inputs_alone else ("forward", "backward")
-    beside = {
-        key: size for key, size in measured.pools_beside_tiles.items() if key[0] not in is_cut
-    }
-    return sum(_pools(beside, states))
-
-
 def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the memory in which an update works, beside the states."""
     if not isinstance(optimizer, LowPrecisionAdamW):

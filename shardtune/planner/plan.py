@@ -25,7 +25,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.planner.extrapolate import Simulations, layer_kinds
 from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.machine import Machine, link_bytes
-from shardtune.planner.peaks import bounded_memory, bytes_beside_tiles, step_memory
+from shardtune.planner.peaks import bounded_memory, step_memory
 from shardtune.planner.roofline import gpu_of, seconds
 from shardtune.planner.shapes import Keeps, Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
@@ -61,7 +61,6 @@ class Plan:
     policy: ReshardPolicy
     tiles: int  # in which experts and MLPs run, see `tile_layers`
     needed_bytes: int  # without groups that stay gathered although others have no room
-    least_bytes: int  # in any number of tiles; 0 of a CPU and where `reason` is not empty
     peaks: dict[str, Peak]  # by phase, the states included and the allowance not
     # Peak bytes of each stream, which a GPU's allocator keeps for it; none of a CPU.
     pools: list[int]
@@ -222,8 +221,6 @@ def make_plan(
     tiles = tokens_per_rank(config) // TILE_TOKENS
     if plan.fits or plan.reason or tiles < 2:
         return plan
-    if plan.least_bytes > machine.memory_bytes:
-        return plan
     tiled = _join(_plan_stages(config, model_config, machine, simulations, reason, tiles))
     return tiled if tiled.fits else plan
 
@@ -291,7 +288,6 @@ def _join(stages: Sequence[Plan]) -> Plan:
         states=states,
         kept_groups=tuple(stage.policy.kept_groups for stage in stages),
         needed_bytes=max(stage.needed_bytes for stage in stages),
-        least_bytes=max(stage.least_bytes for stage in stages),
         traffic=tuple(stage.traffic[0] for stage in stages),
         storage=join_storage([stage.storage for stage in stages]),
         host_link=max((stage.host_link for stage in stages), key=lambda each: each.update),
@@ -343,7 +339,6 @@ def _plan_stage(
         policy=policy,
         tiles=tiles,
         needed_bytes=_peak_bytes(peaks, pools, machine),
-        least_bytes=_least_bytes(measured, states, config, machine),
         peaks=peaks,
         pools=pools,
         attention=measured.attention.text if measured else "",
@@ -378,15 +373,6 @@ def _measure(
     except Exception as error:  # any architecture may ask for something else
         kind = whole.config.model_type
         return None, f"no step of {kind} can be simulated: {first_line(error)}"
-
-
-def _least_bytes(
-    measured: Measured | None, states: StateBytes, config: Config, machine: Machine
-) -> int:
-    """Return what a GPU must have in any number of tiles, or 0."""
-    if measured is None or not machine.is_gpu:
-        return 0
-    return bytes_beside_tiles(measured, states, config) + machine.allowance_bytes
 
 
 def _keep_groups(

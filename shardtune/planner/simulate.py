@@ -37,7 +37,7 @@ from shardtune.model.context import heads_between
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.state_layers import state_mixers
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
-from shardtune.model.tiles import tile_layers, tileable
+from shardtune.model.tiles import tile_layers
 from shardtune.planner.kernels import Kernel
 from shardtune.planner.short_rows import shorten_rows
 from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
@@ -57,16 +57,14 @@ class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
     `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
-    in the second half. `pools` has the peak bytes of each phase, place and stream, and
-    `pools_beside_tiles` those that tiles leave as they are. `traffic` and `kernels` begin with the
-    evaluation's forward and go on with each micro-batch; the last one's holds the new weights',
-    too.
+    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` and
+    `kernels` begin with the evaluation's forward and go on with each micro-batch; the last one's
+    holds the new weights', too.
     """
 
     layers: int
     peaks: dict[tuple[str, int], Peak]
     pools: dict[tuple[str, int, int], int]
-    pools_beside_tiles: dict[tuple[str, int, int], int]
     traffic: list[Counter[Collective]]
     kernels: list[Counter[Kernel]]
     attention: Attention
@@ -184,7 +182,6 @@ def simulate(
             shorten_rows(state_mixers(model))
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
-            _watch_tiles(model, tracker)
             tracker.read_by_host = exchanged(batch.input_ids.numel(), tiles)
             tracker.restart()
             stage = Stage(model, owned, config, world)
@@ -200,8 +197,8 @@ def simulate(
                 sent.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
-    memory = tracker.peaks, tracker.pools, tracker.pools_beside_tiles
-    return Measured(len(decoder_layers(model)), *memory, traffic, kernels, attention)
+    layers = len(decoder_layers(model))
+    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention)
 
 
 def _decide(
@@ -339,25 +336,3 @@ def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
         place = i if i < len(layers) // 2 else i - len(layers)
         layer.register_forward_pre_hook(partial(enter, place), prepend=True)
         layer.register_forward_hook(partial(leave, place))
-
-
-def _watch_tiles(model: PreTrainedModel, tracker: Tracker) -> None:
-    """Tell what experts and MLPs hold, which tiles would cut, from what lies beside them."""
-
-    def enter(number: int, _: Any, arguments: tuple[Any, ...]) -> None:
-        tracker.enter_tiles(number)
-        hidden = next((x for x in arguments if isinstance(x, torch.Tensor)), None)
-        if hidden is not None and hidden.requires_grad:
-            # Its gradient is there when the module's backward has ended.
-            hidden.register_hook(partial(leave, number))
-
-    def leave(number: int, *_: Any) -> None:
-        tracker.leave_tiles(number)
-
-    def end_forward(number: int, *_: Any) -> None:
-        if not tracker.is_backward:  # in which a layer that keeps its inputs alone runs again
-            tracker.leave_tiles(number)
-
-    for number, module in enumerate(tileable(model)):
-        module.register_forward_pre_hook(partial(enter, number))
-        module.register_forward_hook(partial(end_forward, number))

@@ -87,9 +87,7 @@ class Tracker(TorchDispatchMode):
 
     `pools` has the peak bytes of each stream, by phase and place: a GPU's allocator keeps memory
     that is freed for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they
-    do nothing. `pools_beside_tiles` has the same of the moments when neither experts nor MLPs,
-    which tiles cut, hold anything. With `is_gpu` operators take the memory in which a GPU's kernels
-    work, too.
+    do nothing. With `is_gpu` operators take the memory in which a GPU's kernels work, too.
 
     `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
     input of a reduction, and the smaller side of an all-to-all. `kernels` has those that the
@@ -102,7 +100,6 @@ class Tracker(TorchDispatchMode):
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
-        self.pools_beside_tiles: dict[tuple[str, int, int], int] = {}
         self.traffic: Counter[Collective] = Counter()  # of what runs from now on
         self.kernels: Counter[Kernel] = Counter()  # likewise
         self.cause = Cause.ACTIVATIONS  # of what operators make from now on
@@ -111,36 +108,21 @@ class Tracker(TorchDispatchMode):
         self._streams = [torch.cpu.current_stream()]
         self._known: dict[int, tuple[Cause, int, int]] = {}  # by id: cause, bytes and stream
         self._phase, self._place = "", 0
-        self._calls: Counter[int] = Counter()  # of each module that tiles cut
 
     def restart(self) -> None:
         """Forget what ran so far, but not what is held."""
-        self.peaks, self.pools, self.pools_beside_tiles = {}, {}, {}
+        self.peaks, self.pools = {}, {}
         self.traffic, self.kernels = Counter(), Counter()
 
     def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
         """From now on peaks count for this phase, and new tensors under this cause."""
         self._phase, self._place, self.cause = phase, _BEGINNING, cause
-        self._calls.clear()
         self._update_peak()
 
     def enter(self, place: int) -> None:
         """From now on peaks count for this place of the phase."""
         self._place = place
         self._update_peak()
-
-    def enter_tiles(self, module: int) -> None:
-        """From now on memory is what tiles cut, until this call of a module, a number, is left."""
-        self._calls[module] += 1
-
-    def leave_tiles(self, module: int) -> None:
-        # A layer that runs again stops at what it has saved last, maybe before a module.
-        self._calls[module] = max(0, self._calls[module] - 1)
-        self._update_peak()
-
-    @property
-    def is_backward(self) -> bool:
-        return self._phase == "backward"
 
     def hold(self, tensor: torch.Tensor, cause: Cause) -> None:
         """Count the tensor's storage under this cause, whether it was counted before or not."""
@@ -294,9 +276,6 @@ class Tracker(TorchDispatchMode):
             # The streams of collectives are as full at any layer, a little sooner or later.
             place = self._phase, self._place if stream == 0 else 0, stream
             self.pools[place] = max(size, self.pools.get(place, 0))
-            if stream or not self._calls.total():  # tiles leave collectives as they are
-                beside = self.pools_beside_tiles
-                beside[place] = max(size, beside.get(place, 0))
 
 
 def varlen_workspace(query: torch.Tensor, key: torch.Tensor, boundaries: torch.Tensor) -> int:

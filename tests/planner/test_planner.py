@@ -108,11 +108,11 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
             for measured in (extrapolated, whole)
         ]
         assert highest[0] == highest[1], phase
-        beside_tiles = [
-            max(n for (name, *_), n in measured.pools_beside_tiles.items() if name == phase)
+        pools = [
+            max(n for (name, *_), n in measured.pools.items() if name == phase)
             for measured in (extrapolated, whole)
         ]
-        assert beside_tiles[0] == beside_tiles[1], phase
+        assert pools[0] == pools[1], phase
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""A simulated step: what tiles leave as it is, and what need not be tried again."""
+"""A simulated step: where it runs in tiles, and what need not be tried again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import Olmo2Config
 
 from shardtune.model.build import build_on_meta, whole_on_meta
 from shardtune.planner.extrapolate import Simulations, with_layers
-from shardtune.planner.plan import make_plan
+from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.simulate import Measured, fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy, kept_bytes
 
@@ -72,44 +72,19 @@ def test_weights_that_a_rank_computes_with_as_they_are_stored_are_not_fsdps(
 
 
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_tiles_leave_the_memory_beside_what_they_cut_as_it_is(
-    experts: Any, has_experts: bool
-) -> None:
-    """So that one step shows what no number of them can make smaller.
-
-    What follows an MLP of OLMo 2, a norm, lets its forward run again to its end.
-    """
+def test_tiles_are_tried_where_a_step_does_not_fit_without(experts: Any, has_experts: bool) -> None:
     config = configured(*LONG_ROWS, f"parallel.expert={4 if has_experts else 1}")
-    model_config, given = experts if has_experts else OLMO, {"is_gpu": True, "evaluates": False}
-    with fake_world(1, 4, config) as world:
-        plain, tiled = (
-            simulate(config, model_config, POLICY, world, tiles=tiles, **given) for tiles in (1, 4)
-        )
-    assert plain.pools_beside_tiles == tiled.pools_beside_tiles
-    highest = [max(peak.n_bytes for peak in each.peaks.values()) for each in (plain, tiled)]
-    assert highest[1] < highest[0]
+    model_config = experts if has_experts else OLMO
+    simulations = Simulations(model_config)
 
+    def planned(memory_bytes: float) -> Plan:
+        machine = replace(MACHINE, memory_bytes=memory_bytes)
+        return make_plan(config, model_config, machine, simulations)
 
-def test_tiles_are_tried_where_the_memory_beside_them_fits(experts: Any) -> None:
-    config, simulations = configured(*LONG_ROWS), Simulations(experts)
-    plan = make_plan(config, experts, MACHINE, simulations)
-    assert plan.tiles == 1 and plan.fits
-    assert plan.least_bytes < plan.needed_bytes
-
-    def tiles_in(n_bytes: int) -> int:
-        return make_plan(config, experts, replace(MACHINE, memory_bytes=n_bytes), simulations).tiles
-
-    assert tiles_in(plan.least_bytes - 1) == 1
-    assert len(simulations._measured) == 1
-    assert tiles_in(plan.least_bytes) == 2
-
-
-def test_kept_activations_are_what_tiles_cut(experts: Any) -> None:
-    """What is left is what states and an evaluation take."""
-    kept = "model.activation_checkpointing=none"
-    plan = make_plan(configured(*LONG_ROWS, kept), experts, MACHINE)
-    lean = make_plan(configured(*LONG_ROWS), experts, MACHINE)
-    assert plan.states.total + MACHINE.allowance_bytes <= plan.least_bytes < lean.least_bytes
+    plan = planned(8e9)
+    tiled, neither = planned(plan.needed_bytes - 1), planned(MACHINE.allowance_bytes)
+    assert (plan.tiles, tiled.tiles, neither.tiles) == (1, 2, 1)
+    assert plan.fits and tiled.fits and not neither.fits
 
 
 def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> None:

@@ -69,19 +69,3 @@ def test_an_operator_that_dtensor_has_not_met_counts_its_shard_alone() -> None:
         tracker.begin("backward", Cause.BACKWARD)
         sharded.exp()
     assert tracker.peaks["backward", sys.maxsize].by_cause[Cause.BACKWARD] == 1009 * 3 * 4
-
-
-def test_a_module_that_is_called_twice_holds_until_both_calls_are_left() -> None:
-    tracker = Tracker()
-    held = [torch.zeros(100)]
-    tracker.hold(held[0], Cause.PARAMETERS)
-    tracker.begin("backward")
-    for _ in range(2):
-        tracker.enter_tiles(0)
-    held.append(torch.zeros(1000))
-    tracker.hold(held[1], Cause.ACTIVATIONS)
-    tracker.leave_tiles(0)
-    assert max(tracker.pools.values()) == 4400
-    assert max(tracker.pools_beside_tiles.values()) == 400
-    tracker.leave_tiles(0)
-    assert max(tracker.pools_beside_tiles.values()) == 4400
