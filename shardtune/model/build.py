@@ -20,7 +20,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     create_selective_checkpoint_contexts,
@@ -42,13 +42,13 @@ from shardtune.model.experts import (
     spread_experts,
     spread_problems,
 )
+from shardtune.model.fsdp_groups import gather_ahead, groups_of, is_sharded
 from shardtune.model.grouped_experts import gather_both_ways
 from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
 from shardtune.model.kept_choices import keep_choices
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.masters import keep_master, rounded_when_read
-from shardtune.model.overlap import gather_ahead, reduce_beside_gathers
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import decoder_layers, fails_in, unsupported
 from shardtune.model.text_model import build_text_model
@@ -222,7 +222,6 @@ def _sharding(
 
 
 def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    _accumulate_in(widest_gradient(config), model)
     if config.model.activation_checkpointing != "none":
         contexts: Callable[[], Any] = noop_context_fn
         if config.model.activation_checkpointing == "selective":
@@ -293,7 +292,8 @@ def shard(
         always_give_gradients(layer)
     fully(model)
     gather_ahead(model, layers)
-    reduce_beside_gathers(model, world.meshes.for_reductions)
+    for group in groups_of(model):
+        group.reduce_in(world.meshes.for_reductions, widest_gradient(config))
     for module in (*layers, model) if world.replicas > 1 else ():
         _average_over_stage(module, shards, world)
 
@@ -345,34 +345,6 @@ def widest_gradient(config: Config) -> torch.dtype:
     return torch.promote_types(DTYPES[model.master_dtype], DTYPES[model.reduce_dtype])
 
 
-def _accumulate_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
-    """Let FSDP2 add up the reduced gradients of micro-batches in this dtype, or in the weight's.
-
-    The wider one is taken. FSDP2 takes the weight's: a small bfloat16 gradient that is added to a
-    large sum is lost.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                group._init_mp_dtypes = partial(_init_dtypes, group, dtype)
-
-
-def _init_dtypes(group: Any, widest: torch.dtype) -> None:
-    """Replace the method `_init_mp_dtypes` of FSDP2's groups, which their first forward calls."""
-    type(group)._init_mp_dtypes(group)
-    for parameter in group.fsdp_params:
-        weight = parameter.sharded_param
-        if weight.requires_grad:  # their dtype is the same
-            # That to which a reduced gradient is cast.
-            group._orig_dtype = gradient_dtype(weight, widest)
-            weight.grad_dtype = group._orig_dtype
-
-
-def gradient_dtype(weight: torch.Tensor, widest: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sharded weight's gradient. `widest`: that of `widest_gradient`."""
-    return torch.promote_types(weight.dtype, widest)
-
-
 @contextmanager
 def forward_only(model: PreTrainedModel) -> Iterator[None]:
     """Run forwards without dropout or gradients, and shard every parameter again at the end.
@@ -386,9 +358,8 @@ def forward_only(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.train()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in filter(is_sharded, model.modules()):
+            cast(Any, module).reshard()
 
 
 @torch.no_grad()

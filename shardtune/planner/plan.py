@@ -20,7 +20,7 @@ from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, compute_dtype, require_trainable, whole_on_meta
 from shardtune.model.experts import is_spread
 from shardtune.model.flops import NotCounted, count_flops
-from shardtune.model.overlap import gathered_groups
+from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.model.stages import layers_of_stages
 from shardtune.planner.extrapolate import Simulations, layer_kinds
 from shardtune.planner.host_link import HostLink, host_link, pieces_bytes

@@ -16,7 +16,8 @@ import torch
 from shardtune.config import Config
 from shardtune.distributed.host_memory import pinned_zeros
 from shardtune.distributed.tensors import DTYPES, sharded_as, to_local
-from shardtune.model.build import gradient_dtype, widest_gradient
+from shardtune.model.build import widest_gradient
+from shardtune.model.fsdp_groups import gradient_dtype
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.sent_gradients import SentGradients
 

@@ -11,20 +11,19 @@ where its experts are spread.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
-from shardtune.model.build import gradient_dtype, widest_gradient
+from shardtune.model.build import widest_gradient
+from shardtune.model.fsdp_groups import Group, gradient_dtype, groups_of, move_slices
 from shardtune.model.masters import take_master
 
 
@@ -49,7 +48,7 @@ class OwnedParameters:
         # FSDP2 may move its slices once, before the first forward. Parts of the old ones would be
         # right until a checkpoint is loaded into the new ones.
         if needs_groups and not is_meta:
-            cast(Any, model)._get_fsdp_state()._lazy_init()
+            move_slices(model)
         parts = {p: p for p in trained.values()}
         if world.replicas > 1:
             widest = widest_gradient(config)
@@ -62,15 +61,16 @@ class OwnedParameters:
         is_at_an_end = world.stages > 1 and (world.stage == 0 or world.is_last_stage)
         if is_at_an_end and model.all_tied_weights_keys:
             self.shared = parts.get(cast(Any, model.get_input_embeddings()).weight)
-        self.by_group: list[tuple[Any, list[nn.Parameter]]] = []
-        self._groups: list[_Group] = []
-        for group in _groups(model) if needs_groups else ():
-            slices = [p.sharded_param for p in group.fsdp_params]
-            pairs = [(each, parts[each]) for each in slices if each in parts]
+        self.by_group: list[tuple[Group, list[nn.Parameter]]] = []
+        self._divided: list[_DividedGroup] = []
+        for group in groups_of(model) if needs_groups else ():
+            pairs = [(each, parts[each]) for each in group.slices if each in parts]
             if pairs:
                 self.by_group.append((group, [part for _, part in pairs]))
             if pairs and world.replicas > 1:
-                self._groups.append(_Group(group, pairs, DTYPES[config.model.reduce_dtype], world))
+                divided = _DividedGroup(pairs, DTYPES[config.model.reduce_dtype], world)
+                group.add_replicas = divided.reduce
+                self._divided.append(divided)
 
     def take_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the master that was read or drawn with its slice, if the device has it rounded."""
@@ -81,57 +81,28 @@ class OwnedParameters:
 
     def gather(self, *_: Any) -> None:
         """Gather the updated parts of this rank's slices from the other replicas. Collective."""
-        for group in self._groups:
+        for group in self._divided:
             group.gather()
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from cast(Any, module)._get_fsdp_state()._fsdp_param_groups
-
-
-class _Group:
-    """The trained parameters of one of FSDP2's groups, such as a layer."""
+class _DividedGroup:
+    """The trained parameters of one of FSDP2's groups."""
 
     def __init__(
-        self,
-        group: Any,
-        pairs: list[tuple[Any, nn.Parameter]],
-        reduce_dtype: torch.dtype,
-        world: World,
+        self, pairs: list[tuple[Any, nn.Parameter]], reduce_dtype: torch.dtype, world: World
     ) -> None:
         """`pairs`: slices, and this rank's parts of them."""
-        self._group, self._pairs = group, pairs
-        self._reduce_dtype, self._progress = reduce_dtype, world.progress
-        self._replicas = world.replicas
+        self._pairs, self._reduce_dtype = pairs, reduce_dtype
+        self._replicas, self._progress = world.replicas, world.progress
         self._process_group = world.mesh["replicate"].get_group()
-        self._post_backward = group.post_backward
-        group.post_backward = self._post_backward_and_reduce
-
-    def _post_backward_and_reduce(self, *arguments: Any) -> None:
-        """Take the place of the FSDP group's `post_backward`, which reduces within the replica.
-
-        `ReshardPolicy` says in which micro-batch gradients go to other replicas, too.
-        """
-        self._post_backward(*arguments)
-        group = self._group
-        if not (group.reduce_grads and group.all_reduce_grads):
-            return
-        # Behind the reduction within the replica. What waits for that waits for this one, too.
-        stream = group.comm_ctx.reduce_scatter_stream
-        with group.device_handle.stream(stream):
-            self._reduce()
-            group._post_reduce_event = stream.record_event()
-        group.comm_ctx._last_post_reduce_events[stream] = group._post_reduce_event
 
     @torch.no_grad()
-    def _reduce(self) -> None:
+    def reduce(self) -> None:
         """Send the parts of the slices' gradients to their owners, and add up what comes."""
         reduced = [(each, part) for each, part in self._pairs if each.grad is not None]
         numels = [self._part_numel(each) for each, _ in reduced]
         sent = torch.empty(
-            self._replicas, sum(numels), dtype=self._reduce_dtype, device=self._group.device
+            self._replicas, sum(numels), dtype=self._reduce_dtype, device=self._pairs[0][0].device
         )
         received = sent.new_empty(sent.shape[1])
         if sent.numel():

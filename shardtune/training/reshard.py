@@ -16,7 +16,7 @@ compute dtype and copies its gradients all the same, as often as others gather a
 kept gradients take the place of the sharded ones, and their sum has the same order. A weight that
 has that dtype already is not FSDP2's, so that nothing of it is copied (`build.shard`).
 
-What is freed is gathered again a layer ahead of its use (`model/overlap.py`).
+What is freed is gathered again a layer ahead of its use (`model/fsdp_groups.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import compute_dtype, gradient_dtype, widest_gradient
+from shardtune.model.build import compute_dtype, widest_gradient
 from shardtune.model.experts import gathered_numel
-from shardtune.model.overlap import gathered_groups
+from shardtune.model.fsdp_groups import gathered_groups, gradient_dtype
 from shardtune.training.states import StateBytes
 from shardtune.units import gb
 

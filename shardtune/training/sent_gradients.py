@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -45,25 +45,21 @@ class SentGradients:
         self._sent: set[torch.Tensor] = set()
         self._on_their_way: list[torch.Tensor] = []
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
-        (first, _), *_ = owned.by_group
-        self._comm_ctx, self._device = first.comm_ctx, first.device_handle
+        (self._any_group, _), *_ = owned.by_group
+        self._device = self._any_group.device
         self._stream = self._device.Stream()
         for group, parameters in owned.by_group:
             sent = [p for p in parameters if p is not owned.shared]
-            group.post_backward = partial(self._reduce_and_send, group.post_backward, sent)
+            group.send_to_host = partial(self._send_reduced, sent)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._sent
 
-    def _reduce_and_send(
-        self, post_backward: Any, parameters: Sequence[torch.Tensor], *arguments: Any
-    ) -> None:
-        """Take the place of an FSDP group's `post_backward`."""
-        post_backward(*arguments)
+    def _send_reduced(self, parameters: Sequence[torch.Tensor]) -> None:
         reduced = [p for p in parameters if p.grad is not None]
         if reduced:
             self._release()  # what the group before has sent
-            self._stream.wait_stream(self._comm_ctx.reduce_scatter_stream)
+            self._stream.wait_stream(self._any_group.reductions)
             with self._device.stream(self._stream), torch.no_grad():
                 for parameter in reduced:
                     self._send(parameter)
@@ -80,7 +76,7 @@ class SentGradients:
 
     def _release(self) -> None:
         """Let later reductions have the memory of what is on its way, once that has arrived."""
-        self._comm_ctx.reduce_scatter_stream.wait_stream(self._stream)
+        self._any_group.reductions.wait_stream(self._stream)
         self._on_their_way.clear()
 
     def finish(self) -> None:

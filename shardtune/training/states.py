@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
-from shardtune.model.build import gradient_dtype, widest_gradient
-from shardtune.model.overlap import gathered_groups
+from shardtune.model.build import widest_gradient
+from shardtune.model.fsdp_groups import gathered_groups, gradient_dtype
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
 

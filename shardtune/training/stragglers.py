@@ -12,26 +12,23 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from operator import itemgetter
 from statistics import median_low
-from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from shardtune.distributed.progress import STEP_PHASES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import RanksEntry
+from shardtune.model.fsdp_groups import groups_of
 from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepEnded, StepObserver
 
 _EVERY_STEPS = 10
 _LOG_ABOVE = 1.2  # times the median
 _HOST = socket.gethostname()
-_METHODS_THAT_WAIT = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
 class Stragglers(StepObserver):
@@ -46,7 +43,8 @@ class Stragglers(StepObserver):
         self._suspect: int | None = None
         self._steps = -1  # the first step also sets things up, and is no measure
         if world.size > 1:
-            _watch_collectives(model, world)
+            for group in groups_of(model):
+                group.time(world.progress.waiting)
 
     def step_ended(self, ended: StepEnded) -> None:
         self._steps += 1
@@ -109,21 +107,3 @@ def _slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
     medians = [median_low(ranks) for ranks in zip(*seconds, strict=True)]
     phase = max(range(len(medians)), key=lambda number: seconds[rank][number] - medians[number])
     return rank, totals[rank] / max(median_low(totals), 1e-9), phase
-
-
-def _watch_collectives(model: PreTrainedModel, world: World) -> None:
-    """Count each of FSDP's gathers and reductions, and the time in it as waiting."""
-
-    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def timed(*arguments: Any, **options: Any) -> Any:
-            with world.progress.waiting():
-                return method(*arguments, **options)
-
-        return timed
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for name in _METHODS_THAT_WAIT:
-                    setattr(group, name, waiting(getattr(group, name)))

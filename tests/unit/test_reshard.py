@@ -13,7 +13,7 @@ from helpers.thread_ranks import on_threads, thread_worlds
 from torch import nn
 
 from shardtune.distributed.meshes import Meshes
-from shardtune.model import overlap
+from shardtune.model import fsdp_groups
 from shardtune.training.reshard import (
     KeptBytes,
     ReshardPolicy,
@@ -35,7 +35,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(
     fullest: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that gathers what the others keep would wait for them forever."""
-    monkeypatch.setattr(overlap, "DTensor", nn.Parameter)  # as if FSDP2 had sharded them
+    monkeypatch.setattr(fsdp_groups, "DTensor", nn.Parameter)  # as if FSDP2 had sharded them
     config = config_for(models["llama"], tmp_path, "train.gradient_accumulation_steps=2")
     mesh = {"shard": SimpleNamespace(size=lambda: 2)}
 

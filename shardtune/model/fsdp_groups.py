@@ -1,0 +1,148 @@
+"""FSDP2's groups of parameters, such as a layer's: what it keeps to itself is named here alone.
+
+Layers are gathered one ahead, and reductions do not wait for gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardtune.model.experts import is_spread
+
+
+class Group:
+    """One of FSDP2's groups, which calls this in place of its method `post_backward`.
+
+    Attributes:
+        add_replicas: takes the gradients that the group has reduced within its replica to other
+            replicas, on the stream of reductions. `ReshardPolicy` says in which micro-batch.
+        send_to_host: takes the gradients that are reduced to host memory.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.add_replicas: Callable[[], None] | None = None
+        self.send_to_host: Callable[[], None] | None = None
+        group.post_backward = self
+
+    def __call__(self, *arguments: Any) -> None:
+        """Reduce within the replica, then add the other replicas' gradients, then send the sums."""
+        group = self._group
+        with self._waiting():
+            type(group).post_backward(group, *arguments)
+            if self.add_replicas and group.reduce_grads and group.all_reduce_grads:
+                with self.device.stream(self.reductions):
+                    self.add_replicas()
+                    # What waits for the reduction within the replica waits for this one, too.
+                    group._post_reduce_event = self.reductions.record_event()
+                group.comm_ctx._last_post_reduce_events[self.reductions] = group._post_reduce_event
+            if self.send_to_host:
+                self.send_to_host()
+
+    def time(self, waiting: Callable[[], ContextDecorator]) -> None:
+        """Spend each gather and reduction, and what follows it, within `waiting`."""
+        self._waiting = cast(Any, waiting)
+        for name in ("unshard", "wait_for_unshard", "finalize_backward"):
+            setattr(self._group, name, waiting()(getattr(self._group, name)))
+
+    @property
+    def slices(self) -> list[nn.Parameter]:
+        """This rank's slices of the parameters."""
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
+
+    @property
+    def device(self) -> Any:
+        """The module of torch with the streams of its device."""
+        return self._group.device_handle
+
+    @property
+    def reductions(self) -> Any:
+        """The stream of all groups' reductions."""
+        return self._group.comm_ctx.reduce_scatter_stream
+
+    def reduce_in(self, groups: Mapping[str, dist.ProcessGroup], widest: torch.dtype) -> None:
+        """Reduce in the process group of the dimension over which FSDP2 gathers.
+
+        The gradients of micro-batches are added up in `widest` or in the weight's dtype, whichever
+        is wider. FSDP2 takes the weight's: a small bfloat16 gradient that is added to a large sum
+        is lost.
+        """
+        mesh_info = self._group.mesh_info
+        (dimension,) = mesh_info.mesh.mesh_dim_names
+        # `set_separate_reduce_scatter_group` makes groups here. A stage without experts would make
+        # one fewer, and NCCL, which splits the group of all ranks, would wait for it.
+        mesh_info.reduce_scatter_process_group = groups.get(dimension)
+        self._group._init_mp_dtypes = partial(self._init_dtypes, widest)  # for the first forward
+
+    def _init_dtypes(self, widest: torch.dtype) -> None:
+        group = self._group
+        type(group)._init_mp_dtypes(group)
+        for weight in filter(lambda each: each.requires_grad, self.slices):  # of the same dtype
+            # That to which a reduced gradient is cast.
+            group._orig_dtype = weight.grad_dtype = gradient_dtype(weight, widest)
+
+
+def gradient_dtype(weight: torch.Tensor, widest: torch.dtype) -> torch.dtype:
+    """Return the dtype of a sharded weight's gradient. `widest`: that of `widest_gradient`."""
+    return torch.promote_types(weight.dtype, widest)
+
+
+def groups_of(model: nn.Module) -> Iterator[Group]:
+    for module in filter(is_sharded, model.modules()):
+        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+            yield vars(group).get("post_backward") or Group(group)
+
+
+def move_slices(model: PreTrainedModel) -> None:
+    """Let FSDP2 move its slices now, which it does once, before the first forward."""
+    cast(Any, model)._get_fsdp_state()._lazy_init()
+
+
+def gather_ahead(model: Any, layers: Sequence[nn.Module]) -> None:
+    """Let each layer begin to gather the next one with its spread experts, both ways.
+
+    FSDP2 itself gathers spread experts behind the host's wait for the sizes of their exchange, when
+    the network has been idle. In the backward it follows the forwards since the last backward: with
+    those of several micro-batches in flight it would gather the last layer of another one for
+    nothing. A layer that is computed again gathers nothing.
+    """
+    groups: list[list[Any]] = [list(filter(is_sharded, layer.modules())) for layer in layers]
+    for group in chain(*groups):
+        group.set_modules_to_backward_prefetch([group])  # nothing: it has been gathered
+    for before, behind in pairwise([[model], *groups]):
+        before[0].set_modules_to_forward_prefetch(behind)
+    for before, behind in pairwise([*groups, [model]]):
+        behind[0].set_modules_to_backward_prefetch(before)
+
+
+def gathered_groups(model: Any) -> dict[Any, list[nn.Parameter]]:
+    """Return FSDP2's groups and their parameters, in the order in which they may stay gathered.
+
+    First comes what stands around the layers, then the layers, then their spread experts, which
+    travel between fewer ranks. A parameter that FSDP2 leaves alone is in none.
+    """
+    groups = [model, *(each for each in model.modules() if is_sharded(each) and each is not model)]
+    parameters: dict[Any, list[nn.Parameter]] = {}
+    of_inner_groups: set[nn.Parameter] = set()
+    for group in reversed(groups):
+        sharded = [p for p in group.parameters() if isinstance(cast(Any, p), DTensor)]
+        parameters[group] = [p for p in sharded if p not in of_inner_groups]
+        of_inner_groups.update(parameters[group])
+    groups.sort(key=lambda group: any(map(is_spread, parameters[group])))
+    return {group: parameters[group] for group in groups}
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
