@@ -43,6 +43,7 @@ from shardtune.model.attention_check import (
     require_documents_apart,
 )
 from shardtune.model.build import require_trainable
+from shardtune.model.config_json import not_trained
 from shardtune.model.files import read_model_config
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.lora import choose_targets
@@ -106,6 +107,8 @@ def in_own_process(kind: str) -> Row:
 
 def look_at(kind: str) -> Row:
     """Return what an architecture can do, or why no tiny model of it could be built."""
+    if refused := not_trained(kind):
+        return {"refused": refused}
     try:
         model_config = tiny_config(kind)
         if model_config.is_encoder_decoder:

@@ -47,7 +47,6 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _LAYERS = re.compile(r"(.*_)?(num_hidden_layers|n_layers?|num_layers|depth)|(en|de)coder_layers")
 _LINEAR = ["linear_attention", "full_attention"]
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-_MAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
 _VOCABULARY_MAP = {"<image>": 150, "IMGIMGAZ": 152, "<|extra_200|>": 151}
 _IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _IMAGES = {"rope_parameters": _IMAGE_ROPE}
@@ -62,10 +61,6 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "cohere_compass": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
     "cosmos3_edge": _IMAGES,
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-    },
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
@@ -124,10 +119,6 @@ _OF_KIND: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         },
     },
-    "zamba": _MAMBA | {"attention_hidden_size": 64, "attention_head_dim": 16},
-    "zamba2": _MAMBA
-    | {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 4}
-    | {"hybrid_layer_ids": [1, 2]},
 }
 
 

@@ -34,10 +34,6 @@ from shardtune.model.flash_attention import is_third, keep_second
 DOCUMENT_ATTENTION = "documents"  # its name in transformers' interface
 # In the trial of FlashAttention 3: enough for many blocks of keys to add to one gradient.
 _REPEATED_TOKENS, _REPEATS = 2048, 4
-_UNSUPPORTED_OPTIONS = {
-    "softcap": "capped scores",
-    "position_bias": "biased scores",
-}
 
 
 class UnexpectedFeature(RuntimeError):
@@ -199,9 +195,8 @@ def _check_options(options: dict[str, Any]) -> None:
     """Object to what a layer asks for beyond causal attention with windows and sinks."""
     if options.get("is_causal") is False:
         documents.record_objection("attention that is not causal")
-    for name, feature in _UNSUPPORTED_OPTIONS.items():
-        if options.get(name) is not None:
-            documents.record_objection(feature)
+    if options.get("softcap") is not None:
+        documents.record_objection("capped scores")
     indices = options.get("indices")
     if indices is not None and indices.numel():
         documents.record_objection("attention to keys that an indexer chooses")

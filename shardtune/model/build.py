@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -50,7 +49,7 @@ from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.masters import keep_master, rounded_when_read
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
-from shardtune.model.support import decoder_layers, fails_in, unsupported
+from shardtune.model.support import decoder_layers, unsupported
 from shardtune.model.text_model import build_text_model
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
@@ -112,8 +111,7 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     instead = partial(without_context, model, config, world)
     shared_by, length = config.parallel.context, config.data.max_length
     not_shared = context_problems(model, shared_by, length, instead)
-    not_run = fails_in(compute_dtype(config.model.compute_dtype, world.device), model)
-    problems = [*unsupported(model, config), *not_run, *not_shared, *not_spread, *not_cut]
+    problems = [*unsupported(model, config), *not_shared, *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:
             choose_targets(model, config.lora)
@@ -234,9 +232,6 @@ def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         enable({"use_reentrant": False, "context_fn": contexts})
     # A cache would keep all keys, and with one no mask keeps documents apart.
     model.config.use_cache = model.config.get_text_config().use_cache = False
-    # RWKV divides weights in place for evaluations, and an export behind one would have those.
-    if hasattr(model.config, "rescale_every"):
-        model.config.rescale_every = 0
     return model.train()
 
 
@@ -268,9 +263,8 @@ def shard(
 ) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
 
-    Layers that share weights with others (Zamba) are in the root's group. With parallel.expert
-    above 1, the experts of each layer are spread, a group of their own. What needs no copy is left
-    as it is, in no group.
+    With parallel.expert above 1, the experts of each layer are spread, a group of their own. What
+    needs no copy is left as it is, in no group.
     """
     if world.expert_mesh:
         _shard_experts(model, world.expert_mesh, world, policy)
@@ -285,8 +279,6 @@ def shard(
         ignored_params={p for p in model.parameters() if _needs_no_copy(p, config, world, policy)},
     )
     layers = decoder_layers(model)
-    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
-    layers = [layer for layer in layers if all(uses[p] == 1 for p in layer.parameters())]
     for layer in reversed(layers):  # inner layers before those around them
         fully(layer)
         always_give_gradients(layer)

@@ -21,6 +21,14 @@ from shardtune.errors import UserError, divisors, missing_directory
 # The ways of quantising that are read.
 METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+# Architectures that would need code of their own, and those to use instead.
+_INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
+_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt"), "llama or gpt_neox")
+_INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
+_INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
+_INSTEAD |= dict.fromkeys(
+    ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"), "gpt_oss or glm4_moe"
+)
 # Models whose files are not read, and where the same ones are in bfloat16.
 _BFLOAT16_COPIES = {"Kimi-K2-Thinking": "unsloth/Kimi-K2-Thinking-BF16"}
 
@@ -83,6 +91,7 @@ def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[
     yield from filter(
         None,
         [
+            not_trained(kind),
             unread_quantisation(text, path),
             beyond_positions(config.data.max_length, number("max_position_embeddings"), path),
             undivided_heads(parallel.context, number("num_attention_heads"), kind),
@@ -93,6 +102,12 @@ def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[
             too_few_layers(parallel.stages, number("num_hidden_layers"), ranks, kind),
         ],
     )
+
+
+def not_trained(kind: str) -> str:
+    """Return why an architecture is refused by its name alone, or an empty text."""
+    instead = _INSTEAD.get(kind)
+    return f"{kind} is not trained here - use a model of type {instead}" if instead else ""
 
 
 def beyond_positions(max_length: int, positions: int, path: str) -> str:

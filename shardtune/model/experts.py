@@ -91,10 +91,7 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     for name, module in model.named_modules():
         if plan.get(name) == _MODULE:
             beside = model.get_submodule(name.rpartition(".")[0]).named_children()
-            shared = [child for each, child in beside if each in _SHARED]
-            # Inkling's want more than tokens, and so run where they are called.
-            alone = [s for s in shared if len(inspect.signature(s.forward).parameters) == 1]
-            modules[module] = [SharedExperts(each) for each in alone]
+            modules[module] = [SharedExperts(child) for each, child in beside if each in _SHARED]
 
     def exchange(experts: nn.Module, mesh: DeviceMesh, _: DeviceMesh) -> ExpertExchange:
         return ExpertExchange(experts, modules[experts], mesh, progress)
@@ -126,9 +123,7 @@ def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
     """Yield each module of stacked experts that is called with its router's choices: its name,
     itself and how many experts it has."""
     for name, module in model.named_modules():
-        parameters = module.parameters(recurse=False)
-        # RWKV has some of (1, 1, width).
-        stacks = [p for p in parameters if p.dim() >= 3 and p.shape[0] > 1]
+        stacks = [p for p in module.parameters(recurse=False) if p.dim() >= 3]
         # The module itself, tokens, the router's choices and their weights.
         if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
             yield name, module, stacks[0].shape[0]

@@ -20,7 +20,7 @@ from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
-from shardtune.model.config_json import beyond_positions
+from shardtune.model.config_json import beyond_positions, not_trained
 from shardtune.model.quantised import quantised_problems, take_quantization
 from shardtune.model.text_model import build_text_model, require_text
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
@@ -57,6 +57,8 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         "name a hub id or a directory with a config.json",
     ):
         config = _read_config(path)
+    if problem := not_trained(config.model_type):
+        raise UserError(problem)
     take_quantization(config, path)
     with (
         _refusing(path, "no model can be built from its configuration", "correct its config.json"),
@@ -64,7 +66,6 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     ):
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
     problems = []
-    # XLNet has -1.
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     if problem := beyond_positions(max_length, positions, path):
         problems.append(problem)

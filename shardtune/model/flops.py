@@ -122,10 +122,8 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     # Of a model that sees or hears too, only the decoder runs on text.
     decoder = model if config is model.config else model.get_decoder()
     skipped = _embeddings_and_head(model)
-    # Some layers share weights (Zamba), and each of them multiplies by all.
-    uses = Counter(p for layer in decoder_layers(model) for p in layer.parameters())
     per_token = [
-        (p, 2.0 * p.numel() * _used_share(name, p, config) * max(1, uses[p]))
+        (p, 2.0 * p.numel() * _used_share(name, p, config))
         for name, p in decoder.named_parameters()
         if id(p) not in skipped
     ]
@@ -202,8 +200,7 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     """Return the share of a parameter by which a token is multiplied."""
     # A state decays by A_log and passes D, element by element. Decoders made for an encoder keep
     # the attention to it, and skip it without one. An indexer has no backward.
-    is_vector = parameter.dim() == 3 and parameter.shape[:2] == (1, 1)
-    is_elementwise = parameter.dim() < 2 or is_vector or name.endswith(("bias", "A_log", ".D"))
+    is_elementwise = parameter.dim() < 2 or name.endswith(("bias", "A_log", ".D"))
     if is_elementwise or ".encoder_attn." in name or ".indexer." in name:
         return 0.0
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
@@ -223,8 +220,7 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
 def _attention(config: Any, layer: int) -> tuple[float, int, bool] | None:
     """Return a layer's FLOPs per pair (a query by a key, a weight by a value), its span, and
     whether it is chunked; or None if it does not attend."""
-    # GPT-Neo has the second, with types of its own.
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    types = getattr(config, "layer_types", None)
     layer_type = types[layer] if types else "sliding_attention"
     if layer_type in _WITHOUT_PAIRS:
         return None

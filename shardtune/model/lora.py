@@ -140,11 +140,8 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             above = [modules[".".join(names[: i + 1])] for i in range(len(names))]
             in_layer = re.sub(r"\.\d+\.", ".N.", f".{name}")[1:]
             parts, full_name = set(names), f"{layer_name}.{name}"
-            # Doge keeps a row for each expert in an embedding beside the router.
-            beside = {each for each, _ in modules[name.rpartition(".")[0]].named_children()}
-            is_of_expert = (isinstance(module, nn.Embedding) and beside & _ROUTERS) or re.search(
-                "expert", name + "".join(type(m).__name__ for m in above), re.I
-            )
+            classes = "".join(type(each).__name__ for each in above)
+            is_of_expert = re.search("expert", name + classes, re.I)
             if "router" not in parts and re.search(r"attn|attention", name):
                 group = "attention"
             elif parts & _ROUTERS or any("Router" in type(each).__name__ for each in above):
@@ -154,10 +151,8 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             if isinstance(module, nn.Linear) or (group == "router" and hasattr(module, "weight")):
                 yield Target(full_name, "weight", group, in_layer, type(module))
             elif is_of_expert:
-                # Experts of an unknown layout may be matrices one below the other, as DBRX's.
-                least = 3 if are_stacked(type(module)) else 2
                 for stack, parameter in module.named_parameters(recurse=False):
-                    if parameter.dim() >= least and not is_factor(stack):
+                    if parameter.dim() >= 3 and not is_factor(stack):
                         path = f"{in_layer}.{stack}"
                         yield Target(full_name, stack, "experts", path, type(module))
 

@@ -56,9 +56,7 @@ def _parts(value: Any, name: str, lengths: list[int]) -> list[Any]:
         if "mask" in name or name == "alibi":
             return [_beginning(value, sum(lengths), length) for length in lengths]
         dim = _token_dim(value, sum(lengths))
-        # MPT has a bias for each distance, and takes as many as it needs.
-        is_whole = dim is None or name == "position_bias"
-        return [value] * len(lengths) if is_whole else list(value.split(lengths, dim))
+        return [value] * len(lengths) if dim is None else list(value.split(lengths, dim))
     if isinstance(value, tuple):
         parts = [_parts(each, name, lengths) for each in value]
         return [tuple(part[i] for part in parts) for i in range(len(lengths))]

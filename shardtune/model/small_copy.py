@@ -75,8 +75,6 @@ def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig
     text = cut.get_text_config()
     whole = text.num_hidden_layers
     text.num_hidden_layers = layers
-    if hasattr(text, "num_blocks"):  # by which xLSTM is built
-        text.num_blocks = layers
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == whole:
             setattr(text, name, value[:layers])

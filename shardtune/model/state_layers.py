@@ -43,11 +43,7 @@ def _keeps_state(module: nn.Module) -> bool:
     takes = inspect.signature(type(module).forward).parameters
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
     is_linear = getattr(module, "layer_type", "") == "linear_attention"
-    # Inkling 2 makes a convolution's weights from its tokens, and has no module for it.
-    is_convolution = "conv_mask" in takes and "attention_mask" not in takes
-    is_linear = is_linear and "past_key_values" in takes
-    has_state = bool({"cache_params", "state"} & takes.keys())
-    return has_state or has_convolution or is_convolution or is_linear
+    return "cache_params" in takes or has_convolution or (is_linear and "past_key_values" in takes)
 
 
 def separate_documents(mixers: list[nn.Module], at_once: bool) -> None:
@@ -117,16 +113,13 @@ def recurrence_flops(mixer: nn.Module) -> float:
     (arXiv 2412.06464, equation 10; by channel arXiv 2510.26692, equation 1): what the state answers
     to a key, the change of the state, and what it answers to a query. A state space has two (arXiv
     2312.00752, equation 2; 2405.21060, equation 1): the change and the answer; so have lightning
-    attention (arXiv 2401.04658, equation 4) and xLSTM (arXiv 2405.04517, equations 19 and 21). The
-    state of RWKV has no products. A convolution's weights count as parameters do.
+    attention (arXiv 2401.04658, equation 4). A convolution's weights count as parameters do.
     """
     m: Any = mixer
     if hasattr(m, "ssm_state_size"):
         return 4.0 * m.intermediate_size * m.ssm_state_size
     if state := delta_state_size(mixer):
         return 6.0 * state
-    if hasattr(m, "qk_dim") and hasattr(m, "v_dim"):
-        return 4.0 * m.qk_dim * m.v_dim / m.config.num_heads
     if getattr(m, "layer_type", "") == "linear_attention" and hasattr(m, "num_attention_heads"):
         return 4.0 * m.num_attention_heads * m.head_dim * m.head_dim
     return 0.0

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.tensors import dtype_name
 
 # transformers' names of how many experts a router chooses for a token.
 TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 # Attributes of routers with the width of their noise in training.
-_JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+_JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 
 
 def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
@@ -48,16 +45,6 @@ def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
             f"{kind} scales queries by their place in the row from {scaled_from:.0f} tokens on, so "
             "a record's loss would depend on those before it - lower data.max_length x "
             f"train.micro_batch_size to that, or use {alone}"
-        )
-
-
-def fails_in(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[str]:
-    """Yield why an architecture's forward ends with an error in this dtype."""
-    is_reference = model.config.model_type == "xlstm" and not find_spec("xlstm")
-    if is_reference and dtype != torch.float32:
-        yield (
-            f"xlstm multiplies float32 by {dtype_name(dtype)} in transformers' code - use "
-            "model.compute_dtype=float32"
         )
 
 

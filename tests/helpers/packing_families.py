@@ -84,15 +84,7 @@ STATES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     "falcon_mamba": {"state_size": 4},
-    "zamba": _MAMBA
-    | {"layers_block_type": ["mamba", "hybrid", "hybrid"], "mamba_dt_rank": 4}
-    | {"num_hidden_layers": 3},
-    "zamba2": _MAMBA
-    | {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "chunk_size": 16},
     "zaya": _EXPERTS | {"router_hidden_size": 16, "num_experts_per_tok": 1},
-    # Their caches do not train.
-    "rwkv": {"attention_hidden_size": 32, "use_cache": False},
-    "xlstm": {"num_heads": 4, "chunk_size": 16, "use_cache": False},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 7},
 }
 # Windows narrower than documents, and sinks.
@@ -133,7 +125,6 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "num_key_value_heads": 1, "index_head_dim": 16, "partial_rotary_factor": 0.5}
     | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
     "bloom": _FEW,
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "falcon": {
         "head_dim": None,
         "alibi": True,
@@ -146,8 +137,6 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     | {"dropout": 0.0, "attention_dropout": 0.0},
     "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4} | {"dropout": 0.0},
     "gemma2": _WINDOW | {"query_pre_attn_scalar": 8},
-    "doge": {},
-    "inkling2_text": _WINDOW | _EXPERTS,
 }
 
 

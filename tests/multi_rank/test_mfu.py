@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import packing_families
 from helpers.chats import chats, write_jsonl
 from helpers.commands import read_metrics
 from helpers.ranks import train
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from shardtune.model.flops import count_flops
 
@@ -64,18 +65,9 @@ def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
 
 
 def test_a_run_without_mfu_says_so_once(tmp_path: Path, models: dict[str, Path]) -> None:
-    config = AutoConfig.for_model(
-        "gpt_neo",
-        vocab_size=331,
-        hidden_size=32,
-        num_layers=2,
-        attention_types=[[["global", "local"], 1]],
-        num_heads=4,
-        max_position_embeddings=512,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    packing_families.build("deepseek_v4").save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "model" / name).write_bytes((models["llama"] / name).read_bytes())
     said, steps = run_steps(tmp_path / "model", tmp_path, 1, "data.packing=false")
-    assert said.count("MFU") == said.count("MFU is left out: gpt_neo ") == 1
+    assert said.count("MFU") == said.count("MFU is left out: deepseek_v4 ") == 1
     assert [step["mfu"] for step in steps] == [None] * 3

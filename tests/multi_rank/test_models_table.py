@@ -18,10 +18,9 @@ from benchmarks.models_page import EXACT, PAGE, RESULTS, RUNS, with_tables
 from benchmarks.runs import relative, runs_of
 
 # Experts with a state, sinks, keys that are not tokens, logits that are changed in place, layers
-# that hand on more than hidden states, convolutions without a module, and positions that a class
-# hands down without naming them.
+# that hand on more than hidden states, and positions that a class hands down without naming them.
 QUICK = ["qwen3_5_moe", "gpt_oss", "deepseek_v4", "chameleon", "falcon_h1"]
-QUICK += ["inkling2_text", "moss_transcribe_diarize"]
+QUICK += ["moss_transcribe_diarize"]
 # States, in stages of which one attends nowhere, and unpacked; a tower, and experts without traits.
 QUICK_RUNS = {
     "qwen3_5_moe": ["packed, 2 stages"],

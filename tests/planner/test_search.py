@@ -12,7 +12,7 @@ from transformers import (
     AutoConfig,
     Glm4MoeConfig,
     GPT2Config,
-    GPTNeoConfig,
+    GPTJConfig,
     LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
@@ -153,14 +153,13 @@ def test_ranks_share_long_rows_before_these_are_halved() -> None:
 
 
 def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
-    """GPT Neo attends under a mask, and Mamba keeps a state."""
+    """GPT-J attends under a mask, and Mamba keeps a state."""
     config = configured("data.max_length=2048", "train.gradient_accumulation_steps=2")
     small = {"vocab_size": 100, "hidden_size": 64}
-    kinds = [[["global", "local"], 1]]
-    neo = GPTNeoConfig(**small, num_heads=4, num_layers=2, attention_types=kinds)
+    gptj = GPTJConfig(**small, n_head=4, n_layer=2, rotary_dim=4)
     mamba = MambaConfig(**small, num_hidden_layers=2)
     offered = []
-    for model_config in (LLAMA, neo, mamba):
+    for model_config in (LLAMA, gptj, mamba):
         plan = make_plan(config, model_config, machine(1e6), reason="-")
         search = Search(plan, model_config)
         offered.append(bool(search._degrees()) and search._is_shareable)

@@ -28,7 +28,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 100},
     "llama4_text": {"attn_temperature_tuning": True, "floor_scale": 100},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "gptj": packing_families.ONE_BY_ONE["gptj"],
 }
 
 
@@ -66,7 +66,7 @@ def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
         ("deepseek_v32", "indexers of deepseek_v32 choose 64 keys of the row"),
         ("phi3", "phi3 takes other rope factors for a whole forward"),
         ("llama4_text", "llama4_text scales queries by their place in the row from 100 tokens on"),
-        ("gpt_neo", "needs attention without a mask, and this model attends under one ("),
+        ("gptj", "needs attention without a mask, and this model attends under one ("),
     ],
 )
 def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(

@@ -170,23 +170,12 @@ def test_all_linear_takes_neither_router_nor_head() -> None:
     assert trained.startswith(f"LoRA: {sum(p.numel() for p in model_state(model).values()):,} ")
 
 
-DBRX = {
-    "d_model": 32,
-    "n_heads": 4,
-    "n_layers": 2,
-    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
-    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
-}
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "kind"),
     [
         ("llama4_text", SMALL | {"num_local_experts": 2}, "Llama4TextExperts"),
-        ("dbrx", DBRX, "DbrxExpertGLU"),  # one matrix has all experts, one below the other
         ("jetmoe", SMALL | {"kv_channels": 8}, "JetMoeParallelExperts"),
         ("longcat_flash", {"num_layers": 1}, "LongcatFlashExperts"),
-        ("doge", SMALL | {"is_moe": True, "num_experts": 16}, "Embedding"),
     ],
 )
 def test_experts_of_another_layout_are_refused_and_attention_is_not(

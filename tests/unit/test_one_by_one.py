@@ -54,14 +54,14 @@ def test_masks_and_alibi_are_those_of_a_row_that_begins_with_the_document() -> N
 def test_tokens_are_cut_wherever_their_dimension_is(width: int) -> None:
     """A width may be the number of tokens as well."""
     cos, places = torch.rand(3, 1, 7, width), torch.arange(7).view(1, 7)
-    table, bias = torch.rand(5, width), torch.rand(2, 1, 7)
-    options = {"rope": {"main": (cos, cos)}, "table": table, "position_bias": bias}
+    table = torch.rand(5, width)
+    options = {"rope": {"main": (cos, cos)}, "table": table}
     (output, _), (first, second) = called(torch.rand(1, 7, width), position_ids=places, **options)
     assert output.shape == (1, 7, width)
     assert torch.equal(first["rope"]["main"][1], cos[:, :, :3])
     assert torch.equal(second["rope"]["main"][0], cos[:, :, 3:])
     assert second["position_ids"].tolist() == [[3, 4, 5, 6]]
-    assert first["table"] is table and second["position_bias"] is bias
+    assert first["table"] is table
 
 
 def test_a_module_within_sees_the_one_document() -> None:
@@ -71,7 +71,6 @@ def test_a_module_within_sees_the_one_document() -> None:
 
 
 def test_a_part_of_a_row_is_refused() -> None:
-    """As xLSTM evaluates a long row."""
     with pytest.raises(RuntimeError, match=r"tensor of \(1, 5, 2\) for documents of 7 tokens"):
         called(torch.rand(1, 5, 2))
 

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.commands import REPOSITORY
 from helpers.packing_families import INDEXED, ONE_BY_ONE, STATES, WINDOWS, build, decided
 from helpers.tiny_models import VOCABULARY
 from torch import nn
 
-from shardtune.config_io import load_config
-from shardtune.model import build as model_build
 from shardtune.model.attention import documents
-from shardtune.model.build import forward_only
 from shardtune.model.one_by_one import call_one_by_one
 from shardtune.model.state_layers import (
     missing_kernels,
@@ -24,7 +20,6 @@ from shardtune.model.state_layers import (
     separate_documents,
     state_mixers,
 )
-from shardtune.model.support import fails_in
 
 LENGTHS = [5, 1, 23, 12, 40]
 QUICK = ("qwen3_next", "gpt_oss", "gemma3_text", "deepseek_v4", "falcon")
@@ -120,8 +115,6 @@ def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
         ("mamba2", ["mamba-ssm", "causal-conv1d"], 4 * 64 * 8),
         ("minimax", [], 4 * 4 * 8 * 8),
         ("lfm2", ["causal-conv1d"], 0),
-        ("xlstm", [], 4 * 4 * 4 * 8),
-        ("rwkv", [], 0),
     ],
 )
 def test_kernels_that_are_not_there_are_named_and_states_counted(
@@ -130,22 +123,3 @@ def test_kernels_that_are_not_there_are_named_and_states_counted(
     mixers = state_mixers(build(family))
     assert missing_kernels(mixers) == missing
     assert recurrence_flops(mixers[0]) == flops
-
-
-def test_an_evaluation_leaves_the_weights_of_rwkv() -> None:
-    """They would be halved in every second layer, and be exported so."""
-    config = load_config(REPOSITORY / "examples/demo.yaml", ["model.path=unread"], {})
-    model = model_build._for_training(build("rwkv", rescale_every=1), config)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with forward_only(model):
-        model(input_ids=torch.arange(3, 9).view(1, -1))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_xlstm_is_refused_in_the_dtype_that_its_code_does_not_run_in() -> None:
-    model = build("xlstm")
-    assert not list(fails_in(torch.float32, model))
-    (refusal,) = fails_in(torch.bfloat16, model)
-    assert refusal.startswith("xlstm multiplies float32 by bfloat16 in transformers' code")
-    with pytest.raises(RuntimeError, match="dtype"):
-        model.bfloat16()(input_ids=torch.arange(3, 40).view(1, -1))

@@ -12,18 +12,21 @@ from helpers.multimodal import FAMILIES, config_of, save_seeing_model
 from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
+from shardtune.__main__ import run
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.adapter import Adapter
 from shardtune.checkpoint.export.layout import WholeModel
 from shardtune.checkpoint.train_state import model_kinds, model_state
-from shardtune.config import LoraConfig
+from shardtune.config import LoraConfig, ModelConfig
 from shardtune.errors import UserError
+from shardtune.model.files import read_model_config
 from shardtune.model.lora import add_adapters
 from shardtune.model.text_model import build_text_model, drop_towers, require_text
 
@@ -154,6 +157,26 @@ def test_no_tower_is_built(family: str) -> None:
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     assert {type(each.config) for each in models} == {type(config), type(config.get_text_config())}
     assert type(model).__name__.endswith("ForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("rwkv", "xlstm", "gpt_neo", "mpt", "zamba", "zamba2", "dbrx", "doge"),
+        *("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"),
+    ],
+)
+def test_an_architecture_that_needs_code_of_its_own_is_refused_with_others(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+    assert run(["plan", str(tmp_path), "--nodes", "2", "--gpus-per-node", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said, _, instead = line.partition(" - use a model of type ")
+    assert said == f"ERROR: {kind} is not trained here"
+    assert all(name in CONFIG_MAPPING for name in instead.split(" or "))
+    with pytest.raises(UserError, match=f"^{kind} is not trained here"):  # as one of the hub is
+        read_model_config(ModelConfig(path=str(tmp_path)), 128)
 
 
 @pytest.mark.parametrize("kind", ["vit", "t5", "florence2"])
