@@ -47,7 +47,7 @@ gc.enable()
 
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     setup.start_logging(config, world)
     setup.require_same_config(config, world)
     run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from
@@ -69,7 +69,7 @@ def main() -> None:
         with (
             context.metrics,
             collected_by_micro_batch(),
-            step_fits(config),
+            step_fits(world.layout),
             plan.compared(context.metrics),
         ):
             last_checkpoint = train(context, pending_evaluation)
@@ -176,7 +176,7 @@ def accumulate_gradients(
     world.progress.enter(Phase.FORWARD_BACKWARD)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     # FSDP averages gradients over ranks; this makes them the sum over ranks per trained token.
-    scale = world.stage_ranks / max(1, step.trained_tokens)
+    scale = world.layout.stage_ranks / max(1, step.trained_tokens)
     for each in context.stage.passes(micro_batches):
         if each.is_forward:
             nll_sum += context.stage.forward(each.batch)
@@ -194,7 +194,7 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
     max_grad_norm = context.run.config.train.max_grad_norm
     if max_grad_norm is not None:
         optim.clip_gradients(context.optimizer, max_grad_norm, grad_norm)
-    with weights_fit(context.run.config):  # the first update allocates the optimizer's state
+    with weights_fit(context.run.world.layout):  # the first update allocates the optimizer's state
         context.optimizer.step()
     context.optimizer.zero_grad()
 

@@ -89,7 +89,7 @@ def _model(way: str, tokens: int, vocabulary: int) -> PreTrainedModel:
         assignments = [f"model.path={folder}", f"data.train={folder}", "model.init=random"]
         assignments += ["model.compute_dtype=bfloat16", f"data.max_length={2 * tokens}"]
         config = load_config(Path(os.devnull), assignments, {})
-        world = join_world(config.distributed)
+        world = join_world(config)
         model = build_model(config, read_model_config(config.model, 2 * tokens), world)
     if way == "ours" and (which := use_loss_head(model, world.device)):
         raise SystemExit(f"logits are made {which}")

@@ -183,7 +183,7 @@ def measure(options: Namespace) -> StepCount:
     machine = machine_of(options, config)
     plan = make_plan(config, model_config, machine)
     stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
-    with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
+    with fake_world(machine.layout(config), machine.ranks_per_node) as world:
         whole = whole_on_meta(config, model_config, world)
     own = layers_of_stages(whole, stages)[-1]
     kinds = layer_kinds(whole)[own.start : own.stop]

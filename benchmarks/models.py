@@ -34,6 +34,7 @@ from shardtune.checkpoint.train_state import model_kinds
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, first_line
 from shardtune.log import quiet_libraries
 from shardtune.model.attention_check import (
@@ -149,13 +150,13 @@ def _row(model: PreTrainedModel, folder: Path) -> Row:
     drop_towers(model)
     model_config = read_model_config(config.model, config.data.max_length)
     if not is_causal(model):
-        refused = problem_of(lambda: require_documents_apart(config, model_config))
+        refused = problem_of(lambda: require_documents_apart(Layout.of(config), model_config))
         return {"refused": refused} if refused else {"fails": "its tokens see those behind them"}
     row: Row = {"layers": kinds_of_layers(model.config.get_text_config())}
     unsupported_packed = problem_of(lambda: _require_packable(model, config))
     row["cannot pack"] = (
         unsupported_packed
-        or problem_of(lambda: require_documents_apart(config, model_config))
+        or problem_of(lambda: require_documents_apart(Layout.of(config), model_config))
         or ""
     )
     row |= _trained(model, config, row["cannot pack"])
@@ -166,13 +167,17 @@ def _row(model: PreTrainedModel, folder: Path) -> Row:
     row["lora"] = problem_of(lambda: choose_targets(model, lora.lora)) or "yes"
     shared = _config(folder, "parallel.context=2")
     not_shared = problem_of(lambda: _require_trainable(shared, ranks=2))
-    not_shared = not_shared or problem_of(lambda: require_documents_apart(shared, model_config))
+    not_shared = not_shared or problem_of(
+        lambda: require_documents_apart(Layout.of(shared), model_config)
+    )
     if row["rows"] != "flat":  # where no small copy can be made, the loaded weights show it
         not_shared = not_shared or f"each attention layer is called alone ({row['attention']})"
     row["context"] = not_shared or "yes"
     stages = _config(folder, "parallel.stages=2", "train.gradient_accumulation_steps=2")
     not_cut = problem_of(lambda: _require_trainable(stages, ranks=2))
-    row["stages"] = not_cut or problem_of(lambda: require_composable(stages, model_config)) or "yes"
+    row["stages"] = (
+        not_cut or problem_of(lambda: require_composable(Layout.of(stages), model_config)) or "yes"
+    )
     return row
 
 
@@ -194,12 +199,12 @@ def problem_of(work: Callable[[], Any]) -> str | None:
 
 def _require_trainable(config: Config, ranks: int = 1) -> None:
     model_config = read_model_config(config.model, config.data.max_length)
-    with fake_world(1, ranks, config) as world:
+    with fake_world(Layout.of(config, ranks), ranks) as world:
         require_trainable(_unpacked(config), model_config, world)
 
 
 def _require_packable(model: PreTrainedModel, config: Config) -> None:
-    if problems := list(unsupported(model, config)):
+    if problems := list(unsupported(model, Layout.of(config))):
         raise UserError(*problems)
 
 
@@ -244,8 +249,8 @@ def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
     model.zero_grad()
     if cannot_pack:
         config = _unpacked(config)
-    trial = LogitsTrial(model, config, _CPU, lambda leak: [leak])
-    attention = decide_attention(model, config, config.data.max_length, _CPU, trial)
+    trial = LogitsTrial(model, Layout.of(config), _CPU, lambda leak: [leak])
+    attention = decide_attention(model, Layout.of(config), config.data.max_length, _CPU, trial)
     use_loss_head(model, _CPU)
     make = flat_batch if attention.is_flat else padded_batch
     loss = summed_loss(model.train(), make(documents, trained))

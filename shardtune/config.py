@@ -89,11 +89,6 @@ class ModelConfig(Section):
     compile: bool | Literal["auto"] = _changeable("auto")
     """Compile each transformer block. `auto`: on GPUs where it works; `true`: or end the run."""
 
-    @property
-    def keeps_inputs_alone(self) -> bool:
-        """Whether each layer is computed again in the backward, from its input."""
-        return self.activation_checkpointing in ("full", "offload")
-
 
 class TrainSource(Section):
     """One of several sources of training data."""
@@ -387,16 +382,6 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
     # Where each `section.key` came from: default, file, environment or command line.
     origins: SkipJsonSchema[dict[str, str]] = Field(default={}, exclude=True, repr=False)
-
-    def moving_states(self, is_gpu: bool) -> Config:
-        """Return the configuration, without `optimizer.offload` where it moves nothing.
-
-        States of adapters are small, and a CPU has no other memory.
-        """
-        if not self.optimizer.offload or (is_gpu and self.lora.rank is None):
-            return self
-        settings = self.optimizer.model_copy(update={"offload": False})
-        return self.model_copy(update={"optimizer": settings})
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.config import KEYS, Config, resume_may_change
-from shardtune.config_io import changed_keys, to_dict
-from shardtune.distributed.layout import data_ranks
+from shardtune.config_io import changed_keys
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, counted
@@ -59,25 +59,21 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
         logger.info(
             f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
         )
-    _, before = _batch(resumed.state["config"], resumed.world_size)
-    micro_batches, now = _batch(to_dict(config), world.size)
-    if now == before:
+    saved, layout = resumed.state["config"], world.layout
+    train, then = saved["train"], Layout.divided(resumed.world_size, saved["parallel"])
+    rows_per_rank = train["micro_batch_size"] * train["gradient_accumulation_steps"]
+    before = then.data_ranks * rows_per_rank
+    if layout.rows_per_step == before:
         return
-    accumulation, rest = divmod(before, micro_batches)
+    accumulation, rest = divmod(before, layout.rows_per_micro_batch)
     keeps = f"train.gradient_accumulation_steps={accumulation} keeps {before}"
-    if rest or accumulation < config.parallel.stages:  # each stage needs a micro-batch
-        rows, stages = counted(micro_batches, "row"), config.parallel.stages
+    stages = layout.stages
+    if rest or accumulation < stages:  # each stage needs a micro-batch
+        rows = counted(layout.rows_per_micro_batch, "row")
         keeps = f"no train.gradient_accumulation_steps keeps {before}: each step adds {rows}"
         if stages > 1:
             keeps += f", and {stages} stages need at least {stages} steps"
-    logger.warning(f"Effective batch was {before} rows, is {now}: {keeps}")
-
-
-def _batch(settings: Mapping[str, Any], ranks: int) -> tuple[int, int]:
-    """Return the rows of all ranks' micro-batches together, and of a step."""
-    train = settings["train"]
-    rows = data_ranks(ranks, settings["parallel"]) * train["micro_batch_size"]
-    return rows, rows * train["gradient_accumulation_steps"]
+    logger.warning(f"Effective batch was {before} rows, is {layout.rows_per_step}: {keeps}")
 
 
 def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from shardtune.cluster.control import Message
 from shardtune.cluster.node_info import digest_of
-from shardtune.distributed.layout import split_stage, undivided
+from shardtune.config import ParallelConfig
+from shardtune.distributed.layout import Layout
 from shardtune.errors import first_few
 from shardtune.units import gb
 
@@ -43,17 +44,17 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
         )
     counts = [fact["processes"] for fact in facts]
     config = facts[0]["config"]
-    stages, *of_stage = (f"parallel.{key}" for key in ("stages", "replicate", "expert", "context"))
-    degrees = [int(config[key]) for key in (stages, *of_stage)]
-    if first := next(undivided(sum(counts), *degrees), None):
-        named = of_stage[2:] if first.key in of_stage[2:] else of_stage[:2]
-        named = [stages, *named] if degrees[0] > 1 else named
+    degrees = {key: int(config[f"parallel.{key}"]) for key in ParallelConfig.model_fields}
+    layout = Layout.divided(sum(counts), degrees)
+    if first := next(layout.undivided(), None):
+        named = ["context"] if first.key == "parallel.context" else ["replicate", "expert"]
+        named = [f"parallel.{key}" for key in ["stages"] * (layout.stages > 1) + named]
         problems.append(
             f"the world size is {sum(counts)} ({' + '.join(map(str, counts))} processes on "
             f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in named)} "
             f"does not divide - change GPUS_PER_NODE, or use {first.key}={first.nearest}"
         )
-    elif problem := split_stage([k for k, n in enumerate(counts) for _ in range(n)], degrees[0]):
+    elif problem := layout.split_stage([k for k, n in enumerate(counts) for _ in range(n)]):
         problems.append(problem)
     for fact, name in zip(facts, names, strict=True):
         if abs(fact["clock_ahead_s"]) > _SKEW_REFUSED_S:

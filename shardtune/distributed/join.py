@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from shardtune.config import DistributedConfig, ParallelConfig
+from shardtune.config import Config
 from shardtune.distributed.gpus import unseen_gpus, use_gpu
-from shardtune.distributed.layout import mesh_problems, split_stage
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
@@ -23,32 +23,31 @@ from shardtune.errors import UserError, first_few, first_line
 _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None) -> World:
+def join_world(config: Config) -> World:
     """Meet the other processes that the launcher started; without a launcher, a world of one.
-
-    Each of `parallel.replicate` groups of consecutive ranks shards a whole copy of the model.
 
     Raises:
         UserError: GPUs that are too few, unseen by PyTorch or do not start, `parallel` does not
             divide the ranks, or not all came in time.
     """
-    parallel = parallel or ParallelConfig()
+    settings = config.distributed
     is_launched = any(name in os.environ for name in _LAUNCHER_NUMBERS)
     rank, size, local_rank, local_size, node_rank = 0, 1, 0, 1, 0
     if is_launched:
         rank, size, local_rank = _launcher_numbers()
         local_size = _variable("LOCAL_WORLD_SIZE", size)
         node_rank = _variable("GROUP_RANK", rank // local_size)
-    device, backend = _device_and_backend(config.backend, local_rank)
-    if problems := list(mesh_problems(size, parallel)):
+    device, backend = _device_and_backend(settings.backend, local_rank)
+    layout = Layout.of(config, size, device.type == "cuda", native_dtype(device))
+    if problems := layout.problems():
         raise UserError(*problems)
-    timeout = datetime.timedelta(seconds=config.join_timeout_s)
+    timeout = datetime.timedelta(seconds=settings.join_timeout_s)
     progress = Progress(device)
     store: dist.Store = dist.HashStore()
     try:
         if is_launched:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            store = _meet(store, rank, size, config.join_timeout_s)
+            store = _meet(store, rank, size, settings.join_timeout_s)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
@@ -67,17 +66,27 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank} of {size} did not meet the others at {address} within "
-            f"{config.join_timeout_s} s ({first_line(error)}) - start every node within that time, "
-            "with one MASTER_ADDR and MASTER_PORT that all of them reach"
+            f"{settings.join_timeout_s} s ({first_line(error)}) - start every node within that "
+            "time, with one MASTER_ADDR and MASTER_PORT that all of them reach"
         ) from error
-    meshes = build_meshes(device, size, parallel)
-    set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), meshes.groups)
+    meshes = build_meshes(device, layout)
+    set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, settings.step_timeout_s), meshes.groups)
     store = dist.PrefixStore("shardtune", store)
-    world = World(rank, size, local_rank, local_size, node_rank, device, meshes, store, progress)
-    if problem := split_stage(world.all_gather_json(node_rank), parallel.stages):
+    world = World(rank, layout, local_rank, local_size, node_rank, device, meshes, store, progress)
+    if problem := layout.split_stage(world.all_gather_json(node_rank)):
         raise UserError(problem)
     progress.record.stage = world.stage
     return world
+
+
+def native_dtype(device: torch.device) -> str:
+    """Return bfloat16 where the device multiplies it itself, else float32."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        native = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return "bfloat16" if native else "float32"
 
 
 def _launcher_numbers() -> Iterator[int]:

@@ -1,37 +1,19 @@
-"""How ranks and rows are divided, from the configuration alone. Without torch, which the agents do
-not load.
+"""What a run is, decided once: its ranks, rows and dtypes, and where its states lie.
+
+Plain data, without torch, which the agents do not load. Nothing else asks the configuration for
+these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from shardtune.config import Config, ParallelConfig
+from shardtune.config import Config
 from shardtune.errors import divisors
 
-# Ranks along these see the same rows, and so are one data rank.
-_OF_ONE_DATA_RANK = ("stages", "context")
-
-
-def data_ranks(ranks: int, parallel: ParallelConfig | Mapping[str, int]) -> int:
-    """Return how many parts a global batch is in. A degree that `parallel` lacks is 1."""
-    degrees: dict[str, int] = dict(parallel)
-    for name in _OF_ONE_DATA_RANK:
-        ranks //= degrees.get(name, 1)
-    return ranks
-
-
-def rows_per_step(ranks: int, config: Config) -> int:
-    """Return the rows of a global batch, the effective batch size."""
-    train = config.train
-    rows_per_rank = train.micro_batch_size * train.gradient_accumulation_steps
-    return rows_per_rank * data_ranks(ranks, config.parallel)
-
-
-def tokens_per_rank(config: Config) -> int:
-    """Return the tokens of a micro-batch of full rows that a rank has, the most of all ranks."""
-    return -(-config.train.micro_batch_size * config.data.max_length // config.parallel.context)
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Undivided(NamedTuple):
@@ -49,60 +31,202 @@ class Undivided(NamedTuple):
         return min(working, key=lambda n: abs(n - self.parts))
 
 
-def undivided(
-    size: int, stages: int, replicate: int, expert: int, context: int
-) -> Iterator[Undivided]:
-    """Yield each key that does not divide what the ones before it have left of so many ranks.
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a run, how they divide the model and a step's rows, and its dtypes.
 
-    The ranks of a stage that share a row may have different shards, or replicas.
+    All ranks are in `stages` parts, each of these in `replicate` copies of the stage's weights, and
+    each copy in shards. `expert` consecutive ranks of a copy share one set of experts, and
+    `context` consecutive ranks of a stage share each row. The degrees have their keys' names.
     """
-    ranks, divided = size, ["world size"]
-    for key, parts, is_named in (
-        ("parallel.stages", stages, stages > 1),
-        ("parallel.replicate", replicate, True),
-        ("parallel.expert", expert, True),
-    ):
-        if ranks % parts:
-            whole = " / ".join(divided) if len(divided) > 1 else "the world size"
-            yield Undivided(key, parts, ranks, whole)
-        else:
-            ranks //= parts
-        divided += [key] if is_named else []
-    stage_ranks = size if size % stages else size // stages
-    if stage_ranks % context:
-        whole = "world size / parallel.stages" if stages > 1 else "the world size"
-        yield Undivided("parallel.context", context, stage_ranks, whole)
+
+    ranks: int
+    is_gpu: bool = False
+    stages: int = 1
+    replicate: int = 1
+    expert: int = 1
+    context: int = 1
+    micro_batch_size: int = 1  # rows
+    micro_batches: int = 1  # of a step
+    max_length: int = 1  # tokens of a row
+    compute_dtype: str = "float32"  # of forward and backward, and of frozen weights
+    master_dtype: str = "float32"  # of trained weights, and of their updates
+    reduce_dtype: str = "float32"
+    is_lora: bool = False
+    offloads: bool = False  # masters, moments and gradients are in host memory
+    checkpointing: str = "none"
+    packing: bool = True
+    attention: str = "auto"
+    optimizer: str = "adamw"
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        ranks: int = 1,
+        is_gpu: bool = False,
+        native_dtype: str = "bfloat16",
+    ) -> Layout:
+        """Decide what so many ranks of a configuration are.
+
+        `native_dtype`: what `model.compute_dtype=auto` is, bfloat16 where the device multiplies it.
+        """
+        model, train, is_lora = config.model, config.train, config.lora.rank is not None
+        is_auto = model.compute_dtype == "auto"
+        return cls(
+            ranks,
+            is_gpu,
+            **dict(config.parallel),
+            micro_batch_size=train.micro_batch_size,
+            micro_batches=train.gradient_accumulation_steps,
+            max_length=config.data.max_length,
+            compute_dtype=native_dtype if is_auto else model.compute_dtype,
+            master_dtype="float32" if is_lora else model.master_dtype,
+            reduce_dtype=model.reduce_dtype,
+            is_lora=is_lora,
+            # States of adapters are small, and a CPU has no other memory.
+            offloads=config.optimizer.offload and is_gpu and not is_lora,
+            checkpointing=model.activation_checkpointing,
+            packing=config.data.packing,
+            attention=model.attention,
+            optimizer="adamw" if is_lora else config.optimizer.name,
+        )
+
+    @classmethod
+    def divided(cls, ranks: int, degrees: Mapping[str, Any]) -> Layout:
+        """Return the layout of so many ranks with these degrees, by the names of their keys."""
+        return replace(cls(ranks), **degrees)
+
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks have a stage, and so reduce each of its gradients."""
+        return self.ranks // self.stages
+
+    @property
+    def shards(self) -> int:
+        """In how many parts a replica of a stage has each weight."""
+        return self.stage_ranks // self.replicate
+
+    @property
+    def expert_shards(self) -> int:
+        """In how many parts a replica has each expert."""
+        return self.shards // self.expert
+
+    @property
+    def row_ranks(self) -> int:
+        """How many consecutive ranks share each row."""
+        return self.context
+
+    @property
+    def data_ranks(self) -> int:
+        """How many parts a global batch is in: ranks of one data rank see the same rows."""
+        return self.stage_ranks // self.row_ranks
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """The rows of all ranks' micro-batches together."""
+        return self.data_ranks * self.micro_batch_size
+
+    @property
+    def rows_per_step(self) -> int:
+        """The rows of a global batch, the effective batch size."""
+        return self.rows_per_micro_batch * self.micro_batches
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """The tokens of a micro-batch of full rows that a rank has, the most of all ranks."""
+        return -(-self.micro_batch_size * self.max_length // self.row_ranks)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward runs layers, or parts of them, a second time."""
+        return self.checkpointing != "none"
+
+    @property
+    def keeps_inputs_alone(self) -> bool:
+        """Whether layers keep nothing but their inputs until the backward."""
+        return self.checkpointing in ("full", "offload")
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype of the weights that are read.
+
+        More than the compute dtype's digits of a frozen one would be cast away in each forward.
+        """
+        return self.compute_dtype if self.is_lora else self.master_dtype
+
+    @property
+    def device_dtype(self) -> str:
+        """The dtype of these weights on the device.
+
+        FSDP2 would cast masters to the compute dtype before it gathers them: without masters the
+        device needs no more digits.
+        """
+        is_narrower = BYTES[self.compute_dtype] < BYTES[self.master_dtype]
+        return self.compute_dtype if self.offloads and is_narrower else self.weights_dtype
+
+    @property
+    def updated_dtype(self) -> str:
+        """The dtype of trained weights on the device, adapters among them."""
+        return self.master_dtype if self.is_lora else self.device_dtype
+
+    @property
+    def gradient_dtype(self) -> str:
+        """The dtype of sharded gradients: of masters or of reduced ones, whichever is wider."""
+        return max(self.master_dtype, self.reduce_dtype, key=lambda name: BYTES[name])
+
+    def in_flight(self, stage: int) -> int:
+        """Return how many forwards of a stage wait for their backward at most."""
+        return min(self.stages - stage, self.micro_batches)
+
+    def undivided(self) -> Iterator[Undivided]:
+        """Yield each key that does not divide what the ones before it have left of the ranks.
+
+        The ranks of a stage that share a row may have different shards, or replicas.
+        """
+        ranks, divided = self.ranks, ["world size"]
+        for key in ("stages", "replicate", "expert"):
+            parts, name = getattr(self, key), f"parallel.{key}"
+            if ranks % parts:
+                whole = " / ".join(divided) if len(divided) > 1 else "the world size"
+                yield Undivided(name, parts, ranks, whole)
+            else:
+                ranks //= parts
+            divided += [name] if key != "stages" or parts > 1 else []
+        stage_ranks = self.ranks if self.ranks % self.stages else self.stage_ranks
+        if stage_ranks % self.context:
+            whole = "world size / parallel.stages" if self.stages > 1 else "the world size"
+            yield Undivided("parallel.context", self.context, stage_ranks, whole)
+
+    def problems(self, nodes_of_ranks: Sequence[int] = ()) -> list[str]:
+        """Return why the ranks cannot be divided, on these nodes where they are known."""
+        problems = []
+        for key, parts, ranks, whole in self.undivided():
+            remedy = f"one of {divisors(ranks)}" if ranks > 1 else f"{key}=1"
+            problems.append(f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}")
+        return problems or [*filter(None, [self.split_stage(nodes_of_ranks)])]
+
+    def split_stage(self, nodes_of_ranks: Sequence[int]) -> str:
+        """Return why a stage is across a part of two nodes, or an empty text.
+
+        What crosses nodes would then be gathers and reductions, not hidden states alone.
+        """
+        if not _is_split(nodes_of_ranks, self.stages):
+            return ""
+        numbers = (n for n in range(1, self.ranks + 1) if self.ranks % n == 0)
+        whole = [n for n in numbers if not _is_split(nodes_of_ranks, n)]
+        nearest = min(whole, key=lambda n: abs(n - self.stages))
+        return (
+            f"parallel.stages={self.stages} puts a stage of {self.stage_ranks} ranks across part "
+            f"of two nodes - use parallel.stages={nearest}"
+        )
 
 
-def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield why so many ranks cannot be divided as configured."""
-    keys = (parallel.stages, parallel.replicate, parallel.expert, parallel.context)
-    for key, parts, ranks, whole in undivided(size, *keys):
-        remedy = f"one of {divisors(ranks)}" if ranks > 1 else f"{key}=1"
-        yield f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}"
-
-
-def split_stage(node_of_rank: Sequence[int], stages: int) -> str:
-    """Return why a stage is across a part of two nodes, or an empty text.
-
-    What crosses nodes would then be gathers and reductions, not hidden states alone.
-    """
-    if not _is_split(node_of_rank, stages):
-        return ""
-    ranks = len(node_of_rank)
-    whole = [n for n in range(1, ranks + 1) if ranks % n == 0 and not _is_split(node_of_rank, n)]
-    nearest = min(whole, key=lambda n: abs(n - stages))
-    return (
-        f"parallel.stages={stages} puts a stage of {ranks // stages} ranks across part of two "
-        f"nodes - use parallel.stages={nearest}"
-    )
-
-
-def _is_split(node_of_rank: Sequence[int], stages: int) -> bool:
-    stage_ranks = len(node_of_rank) // stages
-    for first in range(0, len(node_of_rank), stage_ranks):
-        inside = set(node_of_rank[first : first + stage_ranks])
-        outside = {*node_of_rank[:first], *node_of_rank[first + stage_ranks :]}
+def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:
+    stage_ranks = max(1, len(nodes_of_ranks) // stages)
+    for first in range(0, len(nodes_of_ranks), stage_ranks):
+        inside = set(nodes_of_ranks[first : first + stage_ranks])
+        outside = {*nodes_of_ranks[:first], *nodes_of_ranks[first + stage_ranks :]}
         if len(inside) > 1 and inside & outside:
             return True
     return False

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtune.config import ParallelConfig
+from shardtune.distributed.layout import Layout
 
 
 class Link(NamedTuple):
@@ -35,14 +35,13 @@ class Meshes:
 
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
-    stages: int = 1
     before: Link | None = None  # to the stage before this rank's
     behind: Link | None = None  # to the one behind
     # With replicas, by the dimensions in which a replica cuts a weight: these and then `replicate`.
     of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
     # On GPUs the ranks of `shard` and `expert_shard` once more: collectives of one group queue.
     for_reductions: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    context: dist.ProcessGroup | None = None  # the ranks that share each row with this one
+    rows: dist.ProcessGroup | None = None  # the ranks that share each row with this one
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -53,26 +52,24 @@ class Meshes:
             *(group for mesh in meshes for group in mesh.get_all_groups()),
             *(group for link in links for group in link[1:]),
             *self.for_reductions.values(),
-            *filter(None, [self.context]),
+            *filter(None, [self.rows]),
         ]
 
 
-def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> Meshes:
-    """Divide all ranks of the run, as `mesh_problems` has allowed. Collective."""
-    stage_ranks = size // parallel.stages
-    stages = {"stage": parallel.stages} if parallel.stages > 1 else {}
-    replicas = {"replicate": parallel.replicate} if parallel.replicate > 1 else {}
-    shards = stage_ranks // parallel.replicate
-    within = replicas | {"shard": shards}
+def build_meshes(device: torch.device, layout: Layout) -> Meshes:
+    """Divide all ranks of the run, as `Layout.problems` has allowed. Collective."""
+    stages = {"stage": layout.stages} if layout.stages > 1 else {}
+    replicas = {"replicate": layout.replicate} if layout.replicate > 1 else {}
+    within = replicas | {"shard": layout.shards}
     mesh, expert_mesh = _mesh(device, stages | within), None
     whole_meshes = {"shard": mesh}
-    if parallel.expert > 1:
-        spread = replicas | {"expert_shard": shards // parallel.expert, "expert": parallel.expert}
+    if layout.expert > 1:
+        spread = replicas | {"expert_shard": layout.expert_shards, "expert": layout.expert}
         whole_meshes["expert_shard"] = _mesh(device, stages | spread)
         expert_mesh = whole_meshes["expert_shard"][tuple(spread)]
     links: tuple[Link | None, Link | None] = None, None
     if stages:
-        mesh, links = mesh[tuple(within)], _links(size, parallel.stages)
+        mesh, links = mesh[tuple(within)], _links(layout)
     of_parts = {}
     for each in filter(None, (mesh, expert_mesh)) if replicas else ():
         _, *others = each.mesh_dim_names or ()
@@ -82,8 +79,8 @@ def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> M
     for dimension, whole in whole_meshes.items() if device.type == "cuda" else ():
         if group := _second_group(whole, dimension):
             for_reductions[dimension] = group
-    context = _consecutive(size, parallel.context)
-    return Meshes(mesh, expert_mesh, parallel.stages, *links, of_parts, for_reductions, context)
+    rows = _consecutive(layout.ranks, layout.row_ranks)
+    return Meshes(mesh, expert_mesh, *links, of_parts, for_reductions, rows)
 
 
 def _consecutive(size: int, number: int) -> dist.ProcessGroup | None:
@@ -114,11 +111,11 @@ def _reversed(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _links(size: int, stages: int) -> tuple[Link | None, Link | None]:
+def _links(layout: Layout) -> tuple[Link | None, Link | None]:
     """Return this rank's links to the stages before and behind its own. Collective."""
-    stage_ranks, rank = size // stages, dist.get_rank()
+    stage_ranks, rank = layout.stage_ranks, dist.get_rank()
     before, behind = None, None
-    for first in range(0, size - stage_ranks, stage_ranks):
+    for first in range(0, layout.ranks - stage_ranks, stage_ranks):
         pairs = [[number, number + stage_ranks] for number in range(first, first + stage_ranks)]
         forward, _ = dist.new_subgroups_by_enumeration(pairs)
         backward, _ = dist.new_subgroups_by_enumeration(pairs)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is used here
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
@@ -34,13 +35,11 @@ class World:
 
     `mesh` holds every rank of this rank's stage in a dimension `shard`, behind `replicate` if there
     are several copies. `expert_mesh`, with parallel.expert above 1, divides each `shard` into
-    `expert_shard` groups of `expert` consecutive ranks, which share one set of experts. `stages`
-    are consecutive parts of the model's layers, each on as many consecutive ranks as the others.
-    Of these, `context_ranks` consecutive ones share each row, and so are one data rank.
+    `expert_shard` groups of `expert` consecutive ranks, which share one set of experts.
     """
 
     rank: int
-    size: int
+    layout: Layout
     local_rank: int
     local_size: int
     node_rank: int
@@ -59,53 +58,32 @@ class World:
         return self.meshes.expert_mesh
 
     @property
-    def stages(self) -> int:
-        """How many parts the layers are in."""
-        return self.meshes.stages
+    def size(self) -> int:
+        return self.layout.ranks
 
     @property
     def stage(self) -> int:
         """The part of the layers that this rank has."""
-        return self.rank // self.stage_ranks
+        return self.rank // self.layout.stage_ranks
 
     @property
     def is_last_stage(self) -> bool:
-        return self.stage == self.stages - 1
-
-    @property
-    def stage_ranks(self) -> int:
-        """How many ranks have a stage, and so reduce each of its gradients."""
-        return self.size // self.stages
+        return self.stage == self.layout.stages - 1
 
     @property
     def stage_rank(self) -> int:
         """This rank's number in its stage."""
-        return self.rank % self.stage_ranks
-
-    @property
-    def context_ranks(self) -> int:
-        """How many ranks share each row."""
-        return self.meshes.context.size() if self.meshes.context else 1
+        return self.rank % self.layout.stage_ranks
 
     @property
     def share(self) -> tuple[int, int]:
         """Which slice of its rows this rank has, and of how many."""
-        return self.rank % self.context_ranks, self.context_ranks
-
-    @property
-    def data_ranks(self) -> int:
-        """How many parts a global batch is in: ranks of one data rank see the same rows."""
-        return self.stage_ranks // self.context_ranks
+        return self.rank % self.layout.row_ranks, self.layout.row_ranks
 
     @property
     def data_rank(self) -> int:
         """The part of a global batch that this rank sees."""
-        return self.stage_rank // self.context_ranks
-
-    @property
-    def replicas(self) -> int:
-        """The number of copies of a stage's sharded weights."""
-        return self.stage_ranks // self.mesh["shard"].size()
+        return self.stage_rank // self.layout.row_ranks
 
     @property
     def node_name(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardtune.config import Config
 from shardtune.data.batch import slice_lengths
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
@@ -59,7 +59,7 @@ class LogitsTrial:
     """Compares the logits of a document in packed rows with those that it has alone."""
 
     model: PreTrainedModel
-    config: Config
+    layout: Layout
     device: torch.device
     all_gather: Callable[[Any], list[Any]]  # the ranks must agree
     share: tuple[int, int] = (0, 1)  # of a packed row: this rank's number, of how many
@@ -80,10 +80,10 @@ class LogitsTrial:
         shows a small leak, too, that rounding in bfloat16 would hide.
         """
         assert self.alone is not None
-        max_length = self.config.data.max_length
+        max_length = self.layout.max_length
         text_config = self.model.config.get_text_config()
         longest = min(max_length, getattr(text_config, "max_position_embeddings", 0) or max_length)
-        last, rows = TRIAL_LENGTHS[-1], self.config.train.micro_batch_size
+        last, rows = TRIAL_LENGTHS[-1], self.layout.micro_batch_size
         short = TRIAL_LENGTHS if self.share[1] == 1 else _cut_lengths(self.share[1])
         trials = [short, (*[longest] * (rows - 1), longest - last, last)]
         for lengths in trials[: 2 if longest > sum(short) else 1]:
@@ -111,9 +111,7 @@ class Attention(NamedTuple):
     by_layer: bool = False  # each attention layer is called once per document
 
 
-def choose_attention(
-    model: PreTrainedModel, config: Config, longest_document: int, world: World
-) -> bool:
+def choose_attention(model: PreTrainedModel, longest_document: int, world: World) -> bool:
     """Decide how the loaded model attends, and log it with the reason. Collective.
 
     Returns whether rows are flat.
@@ -121,13 +119,13 @@ def choose_attention(
     Raises:
         RunFailed: data.packing is on, and a document sees the one before it.
     """
-    is_gpu = world.device.type == "cuda"
-    is_chosen = is_gpu and config.model.attention == "auto"
+    layout, is_gpu = world.layout, world.device.type == "cuda"
+    is_chosen = is_gpu and layout.attention == "auto"
     if is_chosen:
         choose_flash_attention(model.config, world)
     documents.heads = heads_between(world)
-    trial = LogitsTrial(model, config, world.device, world.all_gather_json, world.share)
-    attention = decide_attention(model, config, longest_document, world.device, trial)
+    trial = LogitsTrial(model, layout, world.device, world.all_gather_json, world.share)
+    attention = decide_attention(model, layout, longest_document, world.device, trial)
     if is_chosen:
         agree_on_flash_attention(world)
     ways = " and ".join(sorted(documents.ways)) if attention.by_document else ""
@@ -138,13 +136,13 @@ def choose_attention(
     detail = f" ({ways})" * bool(ways) + "; rows have no padding" * attention.by_document
     logger.info(f"Attention: {attention.text}{detail}")
     try:
-        require_shared(attention, config)
+        require_shared(attention, layout)
     except UserError as late:  # no small copy has shown it
         raise RunFailed(*late.problems) from late
     if documents.heads:
-        logger.info(describe_rows(model, world.context_ranks))
+        logger.info(describe_rows(model, layout.row_ranks))
     if leak := _leak_under_mask(attention, trial):
-        raise RunFailed(_mixing(model, config, leak, "its logits"))
+        raise RunFailed(_mixing(model, layout, leak, "its logits"))
     if line := describe_indexers(model, longest_document):
         logger.info(line)
     if mixers := state_mixers(model):
@@ -177,14 +175,14 @@ def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial)
 
 
 @one_thread()
-def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> None:
+def require_documents_apart(layout: Layout, model_config: PreTrainedConfig) -> None:
     """Try a small copy of the model, for which its config.json is enough.
 
     Raises:
         UserError: a token sees those behind it; data.packing is on, and a document sees the one
             before it; or ranks would share rows to which the model attends under a mask.
     """
-    copy = small_copy(model_config, config.model.attention)
+    copy = small_copy(model_config, layout.attention)
     if copy is None:
         return
     if _sees_ahead(copy):
@@ -192,31 +190,30 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
             f"{copy.config.model_type} is not a causal language model: its tokens see those behind "
             "them - name a model that predicts the next token"
         )
-    if not config.data.packing and config.parallel.context == 1:
+    if not layout.packing and layout.row_ranks == 1:
         return
     documents.heads = None  # it has fewer
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
-    data = config.data.model_copy(update={"max_length": min(config.data.max_length, _COPY_ROW)})
-    train = config.train.model_copy(update={"micro_batch_size": 1})
-    config, device = config.model_copy(update={"data": data, "train": train}), torch.device("cpu")
-    trial = LogitsTrial(copy, config, device, _alone)
+    length, device = min(layout.max_length, _COPY_ROW), torch.device("cpu")
+    layout = replace(layout, max_length=length, micro_batch_size=1)
+    trial = LogitsTrial(copy, layout, device, _alone)
     try:
         # The data is not read yet, and may hold a document of a whole row.
-        attention = decide_attention(copy, config, data.max_length, device, trial)
+        attention = decide_attention(copy, layout, length, device, trial)
         leak = _leak_under_mask(attention, trial)
     except Exception:  # a width that `small_copy` does not know shows in the forward alone
         return
-    require_shared(attention, config)
+    require_shared(attention, layout)
     if leak:
         whose = "the logits of a small copy with random weights"
-        raise UserError(_mixing(copy, config, leak, whose))
+        raise UserError(_mixing(copy, layout, leak, whose))
 
 
-def require_shared(attention: Attention, config: Config) -> None:
+def require_shared(attention: Attention, layout: Layout) -> None:
     """Raises UserError if ranks would share rows to which a model attends under a mask."""
-    if config.parallel.context > 1 and not attention.by_document:
+    if layout.row_ranks > 1 and not attention.by_document:
         raise UserError(
-            f"parallel.context={config.parallel.context} needs attention without a mask, and this "
+            f"parallel.context={layout.context} needs attention without a mask, and this "
             f"model attends under one ({attention.reason}) - use parallel.context=1"
         )
 
@@ -236,8 +233,8 @@ def _leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:
     return trial.leak() if attention.is_flat and not attention.by_document else 0.0
 
 
-def _mixing(model: PreTrainedModel, config: Config, leak: float, whose: str) -> str:
-    is_chosen = config.model.attention != "auto"
+def _mixing(model: PreTrainedModel, layout: Layout, leak: float, whose: str) -> str:
+    is_chosen = layout.attention != "auto"
     return (
         f"{model.config.model_type} lets a packed document see the one before it ({whose} change "
         f"by {leak:.1%} of their spread) - use {'model.attention=auto or ' * is_chosen}"
@@ -247,7 +244,7 @@ def _mixing(model: PreTrainedModel, config: Config, leak: float, whose: str) -> 
 
 def decide_attention(
     model: PreTrainedModel,
-    config: Config,
+    layout: Layout,
     longest_document: int,
     device: torch.device,
     trial: LogitsTrial | None = None,
@@ -259,9 +256,9 @@ def decide_attention(
     tensors have no logits to compare, so that `trial` is left out. `is_by_document`: an earlier
     call has found it exact, so that nothing is tried.
     """
-    usual, packing = model.config._attn_implementation, config.data.packing
+    usual, packing = model.config._attn_implementation, layout.packing
     mixers = state_mixers(model)
-    is_auto, reason = config.model.attention == "auto", f"model.attention={config.model.attention}"
+    is_auto, reason = layout.attention == "auto", f"model.attention={layout.attention}"
     if trial and (is_auto or packing):
         trial.attend_alone()
     separate_documents(mixers, at_once=False)
@@ -279,14 +276,14 @@ def decide_attention(
         if dense:
             dense.remove()
         # Ranks that share rows exchange heads in `document_attention` alone.
-        if config.parallel.context == 1 and _attends_one_by_one(model, device, trial):
+        if layout.row_ranks == 1 and _attends_one_by_one(model, device, trial):
             text = "within each document, by one call of each attention layer per document"
             return Attention(True, True, f"{text} ({reason})", by_layer=True)
     if not packing:
         for mixer in mixers:
             restore(mixer)
     # The rows of a packed micro-batch are one row for the model.
-    side = config.data.max_length * (config.train.micro_batch_size if packing else 1)
+    side = layout.max_length * (layout.micro_batch_size if packing else 1)
     mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
     return Attention(packing, False, mask, reason)
 

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import shardtune.model.older_transformers  # noqa: F401, gives older ones what is used here
 from shardtune.config import Config
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import DTYPES, copy_slice, slice_like
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
@@ -81,21 +82,6 @@ SAC_IGNORED_OPS.update(
 )
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward.
-
-    `auto` is bfloat16 where the device multiplies it natively, else float32.
-    """
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        native = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-    return torch.bfloat16 if native else torch.float32
-
-
 def require_trainable(config: Config, model_config: PreTrainedConfig, world: World) -> None:
     """Check that the architecture can be trained as configured; its config.json is enough.
 
@@ -105,13 +91,12 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
             shards cut the optimizer's blocks.
     """
     model, distribute = _sharding(config, model_config, world)
-    copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
-    not_spread = list(spread_problems(model, config.parallel.expert, copies))
-    not_cut = list(stage_problems(model, config, world.size))
-    instead = partial(without_context, model, config, world)
-    shared_by, length = config.parallel.context, config.data.max_length
-    not_shared = context_problems(model, shared_by, length, instead)
-    problems = [*unsupported(model, config), *not_shared, *not_spread, *not_cut]
+    layout = world.layout
+    not_spread = list(spread_problems(model, layout.expert, layout.expert_shards))
+    not_cut = list(stage_problems(model, layout))
+    instead = partial(without_context, model, world)
+    not_shared = context_problems(model, layout.context, layout.max_length, instead)
+    problems = [*unsupported(model, layout), *not_shared, *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:
             choose_targets(model, config.lora)
@@ -132,7 +117,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         UserError: the files lack tensors of the model.
     """
     skeleton, distribute = _sharding(config, model_config, world)
-    stored, master = _stored_dtype(config, skeleton.dtype, world), skeleton.dtype
+    stored, master = DTYPES[world.layout.device_dtype], skeleton.dtype
     if config.model.init == "random":
         model = skeleton
         distribute(model, stored)
@@ -142,7 +127,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
             model = load_sharded(skeleton, config.model.path, world.device, distribute)
     if config.lora.rank is not None:
         draw_factors(model, config.run.seed)
-    model = _for_training(model, config)
+    model = _for_training(model, world.layout)
     if world.device.type == "cuda":
         run_as_on_gpus(model, config, partial(PinnedCopies, world.device))
     return model
@@ -163,8 +148,8 @@ def build_on_meta(
     `own`: the layers of this stage, or those that it would have of the whole model.
     """
     model, distribute = _sharding(config, model_config, world, own)
-    distribute(model, _stored_dtype(config, model.dtype, world))
-    return _for_training(model, config)
+    distribute(model, DTYPES[world.layout.device_dtype])
+    return _for_training(model, world.layout)
 
 
 def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
@@ -173,17 +158,6 @@ def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) 
     if config.lora.rank is not None:
         add_adapters(model, config.lora)
     return model
-
-
-def _stored_dtype(config: Config, master: torch.dtype, world: World) -> torch.dtype:
-    """Return the dtype of trained weights on the device.
-
-    FSDP2 would cast masters to the compute dtype before it gathers them: without masters the device
-    needs no more digits.
-    """
-    compute = compute_dtype(config.model.compute_dtype, world.device)
-    is_narrower = compute.itemsize < master.itemsize
-    return compute if config.optimizer.offload and is_narrower else master
 
 
 def _sharding(
@@ -196,13 +170,10 @@ def _sharding(
     Raises:
         UserError: the architecture lacks the attention implementation.
     """
-    compute = compute_dtype(config.model.compute_dtype, world.device)
-    # More than the compute dtype's digits of a frozen weight would be cast away in each forward.
-    dtype = DTYPES[config.model.master_dtype] if config.lora.rank is None else compute
-    skeleton = _on_meta(model_config, config.model.attention, dtype)
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=DTYPES[config.model.reduce_dtype]
-    )
+    layout = world.layout
+    compute, dtype = DTYPES[layout.compute_dtype], DTYPES[layout.weights_dtype]
+    skeleton = _on_meta(model_config, layout.attention, dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[layout.reduce_dtype])
 
     def adapt_and_shard(model: PreTrainedModel, stored: torch.dtype = dtype) -> None:
         # Some routers are float32 whatever is asked for, and FSDP2 takes one dtype for a group.
@@ -211,20 +182,20 @@ def _sharding(
                 parameter.data = parameter.data.to(stored)
         if config.lora.rank is not None:
             add_adapters(model, config.lora)
-        if world.stages > 1:
-            layers = own or layers_of_stages(model, world.stages)[world.stage]
+        if layout.stages > 1:
+            layers = own or layers_of_stages(model, layout.stages)[world.stage]
             keep_stage(model, layers, world.stage == 0, world.is_last_stage, compute)
-        shard(model, config, world, policy)
+        shard(model, world, policy)
 
     return skeleton, adapt_and_shard
 
 
-def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    if config.model.activation_checkpointing != "none":
+def _for_training(model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
+    if layout.recomputes:
         contexts: Callable[[], Any] = noop_context_fn
-        if config.model.activation_checkpointing == "selective":
+        if layout.checkpointing == "selective":
             contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
-        if config.parallel.expert > 1:
+        if layout.expert > 1:
             contexts = partial(keep_choices, contexts)
         # transformers before 5.23 has the older name alone.
         older: Any = model.gradient_checkpointing_enable
@@ -258,9 +229,7 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
         ) from error
 
 
-def shard(
-    model: PreTrainedModel, config: Config, world: World, policy: MixedPrecisionPolicy
-) -> None:
+def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
 
     With parallel.expert above 1, the experts of each layer are spread, a group of their own. What
@@ -270,13 +239,12 @@ def shard(
         _shard_experts(model, world.expert_mesh, world, policy)
     # FSDP2 works within a replica. What replicas exchange is OwnedParameters' work.
     mesh = world.mesh["shard"]
-    shards = mesh.size()
     fully = partial(
         fully_shard,
         mesh=mesh,
         mp_policy=policy,
-        shard_placement_fn=partial(shard_placement, shards=shards),
-        ignored_params={p for p in model.parameters() if _needs_no_copy(p, config, world, policy)},
+        shard_placement_fn=partial(shard_placement, shards=mesh.size()),
+        ignored_params={p for p in model.parameters() if _needs_no_copy(p, world, policy)},
     )
     layers = decoder_layers(model)
     for layer in reversed(layers):  # inner layers before those around them
@@ -285,23 +253,22 @@ def shard(
     fully(model)
     gather_ahead(model, layers)
     for group in groups_of(model):
-        group.reduce_in(world.meshes.for_reductions, widest_gradient(config))
-    for module in (*layers, model) if world.replicas > 1 else ():
-        _average_over_stage(module, shards, world)
+        group.reduce_in(world.meshes.for_reductions, DTYPES[world.layout.gradient_dtype])
+    for module in (*layers, model) if world.layout.replicate > 1 else ():
+        _average_over_stage(module, world.layout.shards, world)
 
 
-def _needs_no_copy(
-    parameter: nn.Parameter, config: Config, world: World, policy: MixedPrecisionPolicy
-) -> bool:
+def _needs_no_copy(parameter: nn.Parameter, world: World, policy: MixedPrecisionPolicy) -> bool:
     """Return whether a rank computes with a weight as it stores it.
 
     FSDP2 would copy it all the same, and hold it twice. The gradient of a trained one then is
     autograd's alone, which sums micro-batches in the weight's dtype and sends nothing.
     """
-    if world.mesh["shard"].size() > 1 or parameter.dtype != policy.param_dtype:
+    layout = world.layout
+    if layout.shards > 1 or parameter.dtype != policy.param_dtype:
         return False
-    is_autograds = world.stage_ranks == 1 and parameter.dtype == policy.reduce_dtype
-    return not parameter.requires_grad or (is_autograds and not config.optimizer.offload)
+    is_autograds = layout.stage_ranks == 1 and parameter.dtype == policy.reduce_dtype
+    return not parameter.requires_grad or (is_autograds and not layout.offloads)
 
 
 def _shard_experts(
@@ -325,16 +292,10 @@ def _average_over_stage(module: Any, shards: int, world: World) -> None:
 
     Those of other replicas are added later, and all ranks' tokens have reached spread experts.
     """
-    module.set_gradient_divide_factor(world.stage_ranks)
+    module.set_gradient_divide_factor(world.layout.stage_ranks)
     # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by themselves,
     # and would twice.
     module.set_force_sum_reduction_for_comms(shards > 1)
-
-
-def widest_gradient(config: Config) -> torch.dtype:
-    """Return the dtype of masters or of reduced gradients, whichever is wider."""
-    model = config.model
-    return torch.promote_types(DTYPES[model.master_dtype], DTYPES[model.reduce_dtype])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from packaging.version import Version
 
 from shardtune.config import Config
-from shardtune.distributed.layout import mesh_problems, split_stage
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, divisors, missing_directory
 
 # The ways of quantising that are read.
@@ -40,13 +40,11 @@ def require_possible(config: Config, nodes: int, ranks_per_node: int) -> None:
         UserError: with each problem.
     """
     ranks = nodes * ranks_per_node
-    problems = list(mesh_problems(ranks, config.parallel))
-    if not problems:
-        nodes_of_ranks = [rank // ranks_per_node for rank in range(ranks)]
-        problems += filter(None, [split_stage(nodes_of_ranks, config.parallel.stages)])
+    layout = Layout.divided(ranks, dict(config.parallel))
+    problems = layout.problems([rank // ranks_per_node for rank in range(ranks)])
     given = _read(config.model.path)
     if given:
-        problems += _problems(config, given, ranks)
+        problems += _problems(config, given, layout)
     if problems:
         raise UserError(*problems)
 
@@ -78,8 +76,8 @@ def _read(path: str) -> dict[str, Any]:
     return given
 
 
-def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[str]:
-    path, parallel = config.model.path, config.parallel
+def _problems(config: Config, given: Mapping[str, Any], layout: Layout) -> Iterator[str]:
+    path = config.model.path
     inner = given.get("text_config")
     text = {**given, **inner} if isinstance(inner, dict) else given
     kind = str(given.get("model_type"))
@@ -94,12 +92,12 @@ def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[
             not_trained(kind),
             unread_quantisation(text, path),
             beyond_positions(config.data.max_length, number("max_position_embeddings"), path),
-            undivided_heads(parallel.context, number("num_attention_heads"), kind),
-            older_transformers(parallel.expert),
+            undivided_heads(layout.context, number("num_attention_heads"), kind),
+            older_transformers(layout.expert),
             # A name that is not known here may be one of experts.
-            "" if "expert" in str(given) else without_experts(parallel.expert, kind),
-            undivided_experts(parallel.expert, number(*_EXPERTS), kind),
-            too_few_layers(parallel.stages, number("num_hidden_layers"), ranks, kind),
+            "" if "expert" in str(given) else without_experts(layout.expert, kind),
+            undivided_experts(layout.expert, number(*_EXPERTS), kind),
+            too_few_layers(layout.stages, number("num_hidden_layers"), layout.ranks, kind),
         ],
     )
 

@@ -21,9 +21,9 @@ class HeadExchange:
     """Attention to rows of which each rank of a group has a slice."""
 
     def __init__(self, world: World) -> None:
-        assert world.meshes.context
+        assert world.meshes.rows
         self._number, self.ranks = world.share
-        self._exchange = Exchange(world.meshes.context, world.progress)
+        self._exchange = Exchange(world.meshes.rows, world.progress)
 
     def attend(
         self,
@@ -64,7 +64,7 @@ class HeadExchange:
 
 def heads_between(world: World) -> HeadExchange | None:
     """Return the exchange of heads between the ranks that share rows with this one, if any do."""
-    return HeadExchange(world) if world.context_ranks > 1 else None
+    return HeadExchange(world) if world.layout.row_ranks > 1 else None
 
 
 def describe_rows(model: PreTrainedModel, ranks: int) -> str:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from shardtune.config import Config
-from shardtune.distributed.layout import mesh_problems, split_stage
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.config_json import undivided_heads
@@ -62,31 +61,22 @@ def _numbers_of_heads(model: PreTrainedModel) -> set[int]:
     return {number for numbers in lists for number in numbers if isinstance(number, int)}
 
 
-def without_context(model: PreTrainedModel, config: Config, world: World) -> str:
+def without_context(model: PreTrainedModel, world: World) -> str:
     """Return the keys of a run without shared rows: in stages, where these can be cut.
 
     As many data ranks are left, so that the batch stays the same.
     """
-    alone, train = "parallel.context=1", config.train
-    stages = config.parallel.stages * config.parallel.context
-    accumulation = max(train.gradient_accumulation_steps, stages)
-    other = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={"context": 1, "stages": stages}),
-            "train": train.model_copy(update={"gradient_accumulation_steps": accumulation}),
-        }
-    )
+    alone, layout = "parallel.context=1", world.layout
+    stages = layout.stages * layout.context
+    accumulation = max(layout.micro_batches, stages)
+    other = replace(layout, context=1, stages=stages, micro_batches=accumulation)
     nodes = [rank // world.local_size for rank in range(world.size)]
-    problems = [
-        *mesh_problems(world.size, other.parallel),
-        *stage_problems(model, other, world.size),
-    ]
+    if other.problems(nodes) or [*stage_problems(model, other)]:
+        return alone
     try:
-        if problems or split_stage(nodes, stages):
-            return alone
         require_composable(other, model.config)
     except UserError:
         return alone
     steps = f" train.gradient_accumulation_steps={accumulation}"
-    more = steps * (accumulation > train.gradient_accumulation_steps)
+    more = steps * (accumulation > layout.micro_batches)
     return f"{alone} parallel.stages={stages}{more}"

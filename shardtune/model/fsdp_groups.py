@@ -72,31 +72,25 @@ class Group:
         """The stream of all groups' reductions."""
         return self._group.comm_ctx.reduce_scatter_stream
 
-    def reduce_in(self, groups: Mapping[str, dist.ProcessGroup], widest: torch.dtype) -> None:
+    def reduce_in(self, groups: Mapping[str, dist.ProcessGroup], dtype: torch.dtype) -> None:
         """Reduce in the process group of the dimension over which FSDP2 gathers.
 
-        The gradients of micro-batches are added up in `widest` or in the weight's dtype, whichever
-        is wider. FSDP2 takes the weight's: a small bfloat16 gradient that is added to a large sum
-        is lost.
+        The gradients of micro-batches are added up in `dtype`. FSDP2 takes the weight's: a small
+        bfloat16 gradient that is added to a large sum is lost.
         """
         mesh_info = self._group.mesh_info
         (dimension,) = mesh_info.mesh.mesh_dim_names
         # `set_separate_reduce_scatter_group` makes groups here. A stage without experts would make
         # one fewer, and NCCL, which splits the group of all ranks, would wait for it.
         mesh_info.reduce_scatter_process_group = groups.get(dimension)
-        self._group._init_mp_dtypes = partial(self._init_dtypes, widest)  # for the first forward
+        self._group._init_mp_dtypes = partial(self._init_dtypes, dtype)  # for the first forward
 
-    def _init_dtypes(self, widest: torch.dtype) -> None:
+    def _init_dtypes(self, dtype: torch.dtype) -> None:
         group = self._group
         type(group)._init_mp_dtypes(group)
         for weight in filter(lambda each: each.requires_grad, self.slices):  # of the same dtype
             # That to which a reduced gradient is cast.
-            group._orig_dtype = weight.grad_dtype = gradient_dtype(weight, widest)
-
-
-def gradient_dtype(weight: torch.Tensor, widest: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sharded weight's gradient. `widest`: that of `widest_gradient`."""
-    return torch.promote_types(weight.dtype, widest)
+            group._orig_dtype = weight.grad_dtype = dtype
 
 
 def groups_of(model: nn.Module) -> Iterator[Group]:

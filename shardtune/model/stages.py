@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardtune.config import Config
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.config_json import too_few_layers
 from shardtune.model.flops import stage_costs
@@ -159,40 +159,36 @@ def keep_stage(
         model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
 
 
-def stage_problems(model: PreTrainedModel, config: Config, ranks: int) -> Iterator[str]:
-    """Yield why a model cannot be trained in `parallel.stages`; its shapes are enough.
-
-    `ranks`: of the run, among which stages are divided.
-    """
-    stages, kind = config.parallel.stages, model.config.model_type
+def stage_problems(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
+    """Yield why a model cannot be trained in `parallel.stages`; its shapes are enough."""
+    stages, kind = layout.stages, model.config.model_type
     if stages == 1:
         return
     key, number = f"parallel.stages={stages}", len(decoder_layers(model))
-    if problem := too_few_layers(stages, number, ranks, kind):
+    if problem := too_few_layers(stages, number, layout.ranks, kind):
         yield problem
     elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
         yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
-    accumulation = config.train.gradient_accumulation_steps
-    if accumulation < stages:
+    if layout.micro_batches < stages:
         yield (
-            f"{key}: train.gradient_accumulation_steps={accumulation} gives a step fewer "
+            f"{key}: train.gradient_accumulation_steps={layout.micro_batches} gives a step fewer "
             f"micro-batches than stages, which then never all work - use {stages} or more"
         )
 
 
 @one_thread()
 @torch.no_grad()
-def require_composable(config: Config, model_config: PreTrainedConfig) -> None:
+def require_composable(layout: Layout, model_config: PreTrainedConfig) -> None:
     """Compare two stages of a small copy with the whole of it; its config.json is enough.
 
     Raises:
         UserError: the architecture does more outside of its layers than embed, norm and project, or
             its layers hand more on than hidden states; or no small copy of it can be built.
     """
-    if config.parallel.stages == 1:
+    if layout.stages == 1:
         return
-    kind, key = model_config.model_type, f"parallel.stages={config.parallel.stages}"
-    whole = small_copy(model_config, config.model.attention)
+    kind, key = model_config.model_type, f"parallel.stages={layout.stages}"
+    whole = small_copy(model_config, layout.attention)
     ids = torch.arange(1, 9).view(1, -1)
     try:
         expected = whole.eval()(input_ids=ids).logits if whole else None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardtune.config import Config
+from shardtune.distributed.layout import Layout
 
 # transformers' names of how many experts a router chooses for a token.
 TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
@@ -16,27 +16,24 @@ TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 
 
-def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
+def unsupported(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
     """Yield the features that would make a record's loss depend on others."""
     kind = model.config.model_type
     text = model.config.get_text_config()
-    if (
-        config.model.activation_checkpointing != "none"
-        and not model.supports_gradient_checkpointing
-    ):
+    if layout.recomputes and not model.supports_gradient_checkpointing:
         yield f"{kind} cannot compute layers again - use model.activation_checkpointing=none"
-    is_shared, is_packed = config.parallel.context > 1, config.data.packing
-    if not (is_packed or is_shared) and config.train.micro_batch_size == 1:
+    is_shared = layout.row_ranks > 1
+    if not (layout.packing or is_shared) and layout.micro_batch_size == 1:
         return  # each record is alone in its forward, and whole
     alone = "data.packing=false with train.micro_batch_size=1"
     alone += " and parallel.context=1" * is_shared
     short = _short_rope_length(text)
-    if short is not None and config.data.max_length > short:
+    if short is not None and layout.max_length > short:
         yield (
             f"{kind} takes other rope factors for a whole forward once one of its records is "
             f"longer than {short} tokens - use data.max_length={short} or less, or {alone}"
         )
-    tokens = config.data.max_length * config.train.micro_batch_size
+    tokens = layout.max_length * layout.micro_batch_size
     # Llama 4 counts places from the beginning of the row, whatever positions it is given.
     is_scaled = getattr(text, "attn_temperature_tuning", False)
     scaled_from = getattr(text, "floor_scale", None) if is_scaled else None

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.layout import tokens_per_rank
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
@@ -28,22 +27,22 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     `model` comes from `build_on_meta`. All parameters and gradients count as unsharded at once,
     each parameter's product as kept for the backward, and attention as under a mask.
     """
-    tokens = tokens_per_rank(config)
+    tokens = world.layout.tokens_per_rank
     head: Any = model.get_output_embeddings()
     logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
     # A layer that is computed again keeps its input alone, but one layer is whole in the backward.
     top_k = most_of_layers(model, *TOP_K_NAMES) or 1
     layers = [_products(layer, top_k) for layer in decoder_layers(model)]
-    scores = most_of_layers(model, "num_attention_heads") * config.data.max_length
+    scores = most_of_layers(model, "num_attention_heads") * world.layout.max_length
     kept = [width + scores for width in layers]
-    if config.model.keeps_inputs_alone:
+    if world.layout.keeps_inputs_alone:
         kept = [max(kept, default=0), len(kept) * most_of_layers(model, "hidden_size")]
     activations = tokens * (sum(kept) + logits) * _WIDEST_BYTES * _COPIES_OF_ACTIVATIONS
     largest = max(gathered_numel(p) for p in model.parameters()) * _WIDEST_BYTES
     staging = 0
     if world.device.type == "cpu" and config.checkpoint.mode == "async":
         staging = states.parameters + states.optimizer
-    parameters, *others = kept_bytes(model, config, world)
+    parameters, *others = kept_bytes(model, world.layout)
     gathered = _COPIES_OF_GATHERED * (sum(parameters) + sum(others))
     # A parameter is loaded and updated in float32.
     return states.total + gathered + activations + 2 * largest + staging

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.config import Config
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
@@ -121,7 +122,8 @@ def read_model(config: Config, say: Say) -> PreTrainedConfig:
     model_config = read_model_config(without_weights, config.data.max_length)
     say(f"trying a small copy of {model_config.model_type}")
     checks = require_composable, require_documents_apart
-    at_once([partial(check, config, model_config) for check in checks])
+    layout = Layout.of(config, ranks=1, is_gpu=True)
+    at_once([partial(check, layout, model_config) for check in checks])
     if config.model.init == "pretrained":
         _require_fitting_files(config.model.path)
     return model_config
@@ -130,7 +132,7 @@ def read_model(config: Config, say: Say) -> PreTrainedConfig:
 def describe_config(made: ConfigPlan) -> Iterator[str]:
     """Yield the lines of a plan."""
     yield from made.notes
-    yield from describe(made.plan, run_length(made.config, made.plan.machine.ranks))
+    yield from describe(made.plan, run_length(made.config, made.plan.layout))
 
 
 def _require_fitting_files(path: str) -> None:

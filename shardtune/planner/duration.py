@@ -15,7 +15,7 @@ from shardtune.data.outcomes import BrokenRecords
 from shardtune.data.packing import best_fit
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer
-from shardtune.distributed.layout import rows_per_step
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 
 _SAMPLE_BYTES = 1 << 20  # of each source's text; to tokenize them takes a second or two
@@ -31,7 +31,7 @@ class RunLength:
     is_counted: bool
 
 
-def run_length(config: Config, ranks: int) -> RunLength | str:
+def run_length(config: Config, layout: Layout) -> RunLength | str:
     """Return the length of a run, or why it is not known.
 
     The beginning of each source is tokenized, and stands for the rest.
@@ -46,7 +46,7 @@ def run_length(config: Config, ranks: int) -> RunLength | str:
     if not rows:
         return f"data.train={', '.join(specs)} has nothing to train"
     train = config.train
-    steps_per_epoch = max(1, -(-round(rows) // rows_per_step(ranks, config)))
+    steps_per_epoch = max(1, -(-round(rows) // layout.rows_per_step))
     steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
     return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted)
 

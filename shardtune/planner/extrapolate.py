@@ -5,9 +5,9 @@ Each part of a step grows by the same bytes with each further period of layers.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ class Simulations:
     ) -> None:
         self._model_config, self._imbalance = model_config, imbalance
         self._evaluates = evaluates
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[Hashable, Measured] = {}
         # (kind of layer, longest document, ranks that share it): layers that attend by document.
         self._by_document: set[tuple[Hashable, int, int]] = set()
 
@@ -57,19 +57,18 @@ class Simulations:
         config: Config,
         policy: ReshardPolicy,
         world: World,
-        is_gpu: bool,
         tiles: int = 1,
     ) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
-        own = layers_of_stages(whole, world.stages)[world.stage]
+        own = layers_of_stages(whole, world.layout.stages)[world.stage]
         kinds = layer_kinds(whole)[own.start : own.stop]
         parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
-        keys = [_key(part, config, policy, world, is_gpu, tiles) for part in parts]
-        like = config.data.max_length, config.parallel.context
+        keys = [_key(part, config, policy, world, tiles) for part in parts]
+        like = world.layout.max_length, world.layout.row_ranks
         tried = {(kind, *like) for kind in kinds}
         is_by_document = tried <= self._by_document
         new = {
-            key: partial(self._simulate, part, config, policy, world, is_gpu, tiles, is_by_document)
+            key: partial(self._simulate, part, config, policy, world, tiles, is_by_document)
             for key, part in zip(keys, parts, strict=True)
             if key not in self._measured
         }
@@ -85,32 +84,20 @@ class Simulations:
         config: Config,
         policy: ReshardPolicy,
         world: World,
-        is_gpu: bool,
         tiles: int,
         is_by_document: bool,
     ) -> Measured:
         cut = with_layers(self._model_config, own.stop)
-        given = self._imbalance, self._evaluates, own, is_gpu, tiles, is_by_document
+        given = self._imbalance, self._evaluates, own, tiles, is_by_document
         return simulate(config, cut, policy, world, *given)
 
 
-def _key(
-    own: range, config: Config, policy: ReshardPolicy, world: World, is_gpu: bool, tiles: int
-) -> str:
-    """Return what makes a step, as text."""
-    data, train = config.data, config.train
-    # Other settings, such as the optimizer's name, do not change forward and backward.
-    sections = [config.model, config.parallel, config.lora]
-    return json.dumps(
-        [
-            [own.start, own.stop],
-            *(section.model_dump(mode="json") for section in sections),
-            [data.max_length, data.packing],
-            [train.micro_batch_size, train.gradient_accumulation_steps, config.optimizer.offload],
-            list(vars(policy).values()),
-            [world.size, world.local_size, world.stage, is_gpu, tiles],
-        ]
-    )
+def _key(own: range, config: Config, policy: ReshardPolicy, world: World, tiles: int) -> Hashable:
+    """Return what makes a step."""
+    # The optimizer changes neither forward nor backward.
+    layout = replace(world.layout, optimizer="")
+    sections = config.model.model_dump_json(), config.lora.model_dump_json()
+    return own, layout, sections, policy, world.local_size, world.stage, tiles
 
 
 def layer_kinds(model: PreTrainedModel) -> list[Hashable]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardtune.config import Config
-from shardtune.distributed.tensors import DTYPES
+from shardtune.distributed.layout import BYTES, Layout
 from shardtune.planner.machine import Machine
 from shardtune.training.host_states import PIECE, PIECES
 from shardtune.training.reshard import ReshardPolicy
@@ -36,46 +35,41 @@ class HostLink(NamedTuple):
         return sum(each.seconds(machine) for each in self)
 
 
-def host_link(
-    trained: float, compute_bytes: int, policy: ReshardPolicy, config: Config
-) -> HostLink:
+def host_link(trained: float, policy: ReshardPolicy, layout: Layout) -> HostLink:
     """Return what a rank copies that updates so many elements."""
-    if not config.optimizer.offload:
+    if not layout.offloads:
         return HostLink()
-    gradient, states = (trained * n for n in _bytes(compute_bytes, config))
-    replicas_meet_once = config.parallel.replicate > 1 and policy.keep_sums
+    gradient, states = (trained * n for n in _bytes(layout))
+    replicas_meet_once = layout.replicate > 1 and policy.keep_sums
     is_once = policy.keep_gradients or replicas_meet_once
-    times = 1 if is_once else config.train.gradient_accumulation_steps
+    times = 1 if is_once else layout.micro_batches
     # A sum comes back for each further micro-batch.
     sums = Copied(times * gradient, (times - 1) * gradient)
     return HostLink(sums, Copied(states, gradient + states))
 
 
-def host_states_bytes(trained: float, compute_bytes: int, config: Config) -> float:
+def host_states_bytes(trained: float, layout: Layout) -> float:
     """Return the host memory of a rank that updates so many elements."""
-    if not config.optimizer.offload:
+    if not layout.offloads:
         return 0.0
     # Until they are pinned, each replica has read all of its masters.
-    read = (1 + config.parallel.replicate) * _master_bytes(compute_bytes, config)
-    return trained * max(sum(_bytes(compute_bytes, config)), read)
+    read = (1 + layout.replicate) * _master_bytes(layout)
+    return trained * max(sum(_bytes(layout)), read)
 
 
-def pieces_bytes(largest: int, compute_bytes: int, config: Config) -> int:
+def pieces_bytes(largest: int, layout: Layout) -> int:
     """Return the device's memory for pieces of an update. `largest`: a weight's elements."""
-    if not config.optimizer.offload:
+    if not layout.offloads:
         return 0
-    return round(PIECES * min(largest, PIECE) * sum(_bytes(compute_bytes, config)))
+    return round(PIECES * min(largest, PIECE) * sum(_bytes(layout)))
 
 
-def _bytes(compute_bytes: int, config: Config) -> tuple[int, float]:
+def _bytes(layout: Layout) -> tuple[int, float]:
     """Return the bytes of an element's gradient, and of its states in host memory."""
-    master = DTYPES[config.model.master_dtype].itemsize
-    gradient = max(master, DTYPES[config.model.reduce_dtype].itemsize)
-    moments = _EIGHT_BITS if config.optimizer.name == "adamw8bit" else 2 * master
-    return gradient, moments + _master_bytes(compute_bytes, config)
+    moments = _EIGHT_BITS if layout.optimizer == "adamw8bit" else 2 * BYTES[layout.master_dtype]
+    return BYTES[layout.gradient_dtype], moments + _master_bytes(layout)
 
 
-def _master_bytes(compute_bytes: int, config: Config) -> int:
+def _master_bytes(layout: Layout) -> int:
     """Return the bytes of an element's master in host memory: the device may have it itself."""
-    master = DTYPES[config.model.master_dtype].itemsize
-    return master if compute_bytes < master else 0
+    return BYTES[layout.master_dtype] if layout.device_dtype != layout.master_dtype else 0

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardtune.config import Config
+from shardtune.distributed.layout import Layout
 from shardtune.planner.tracker import Collective
 
 # CUDA's context, NCCL's buffers, and memory that the allocator cannot use: no GPU has measured it.
@@ -47,6 +49,10 @@ class Machine:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    def layout(self, config: Config) -> Layout:
+        """Decide what its ranks are."""
+        return Layout.of(config, self.ranks, self.is_gpu)
 
 
 def collective_bytes(

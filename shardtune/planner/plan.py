@@ -13,11 +13,11 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.layout import rows_per_step, tokens_per_rank
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
-from shardtune.model.build import build_on_meta, compute_dtype, require_trainable, whole_on_meta
+from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
 from shardtune.model.experts import is_spread
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.fsdp_groups import gathered_groups
@@ -53,6 +53,7 @@ class Plan:
     """A run on a machine. Memory is that of rank 0, the fullest; a step has full rows."""
 
     config: Config
+    layout: Layout
     machine: Machine
     parameters: int  # of the whole model
     trained_parameters: int
@@ -126,13 +127,12 @@ class Plan:
     @property
     def bubble(self) -> float:
         """The share of a step in which a stage has no work."""
-        config = self.config
-        return idle_share(config.parallel.stages, config.train.gradient_accumulation_steps)
+        return idle_share(self.layout.stages, self.layout.micro_batches)
 
     @property
     def floors_s(self) -> dict[str, float]:
         """The seconds that a step takes at least: of arithmetic, and of each kind of link."""
-        return floors_s(self.traffic, self.host_link, self.step_flops, self.config, self.machine)
+        return floors_s(self.traffic, self.host_link, self.step_flops, self.layout, self.machine)
 
     @property
     def eager_s(self) -> float | None:
@@ -180,7 +180,7 @@ def floors_s(
     traffic: Sequence[Mapping[Collective, int]],
     host_link: HostLink,
     step_flops: float | None,
-    config: Config,
+    layout: Layout,
     machine: Machine,
 ) -> dict[str, float]:
     """Return the seconds that each part of a step takes at least, its bubble included."""
@@ -189,14 +189,13 @@ def floors_s(
         "between nodes": sum(between.values()) / machine.node_bytes_per_s,
         "inside a node": sum(inside.values()) / machine.rank_bytes_per_s,
     }
-    if config.optimizer.offload:
+    if layout.offloads:
         floors["with host memory"] = host_link.seconds(machine)
     if step_flops is not None:
         # Full checkpointing runs each layer's forward, a third of the rest, once more.
-        again = 4 / 3 if config.model.keeps_inputs_alone else 1
+        again = 4 / 3 if layout.keeps_inputs_alone else 1
         seconds = again * step_flops / (machine.ranks * machine.flops_per_s)
-        stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
-        floors["arithmetic"] = seconds / (1 - idle_share(stages, micro_batches))
+        floors["arithmetic"] = seconds / (1 - idle_share(layout.stages, layout.micro_batches))
     return floors
 
 
@@ -214,11 +213,10 @@ def make_plan(
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
-    config = config.moving_states(machine.is_gpu)
     simulations = simulations or Simulations(model_config)
     stages = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
     plan = _join(stages)
-    tiles = tokens_per_rank(config) // TILE_TOKENS
+    tiles = plan.layout.tokens_per_rank // TILE_TOKENS
     if plan.fits or plan.reason or tiles < 2:
         return plan
     tiled = _join(_plan_stages(config, model_config, machine, simulations, reason, tiles))
@@ -236,17 +234,18 @@ def _plan_stages(
     """Return the plan of each stage; in tiles, up to the first that does not fit."""
     parts: list[Plan] = []
     alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
-    for stage in range(config.parallel.stages):
-        with fake_world(machine.nodes, machine.ranks_per_node, config, stage) as world:
+    layout = machine.layout(config)
+    for stage in range(layout.stages):
+        with fake_world(layout, machine.ranks_per_node, stage) as world:
             if stage == 0:
                 require_trainable(config, model_config, world)
                 whole = whole_on_meta(config, model_config, world)
                 kinds = layer_kinds(whole)
-            own = layers_of_stages(whole, world.stages)[stage]
-            if 0 < stage < world.stages - 1:
+            own = layers_of_stages(whole, layout.stages)[stage]
+            if 0 < stage < layout.stages - 1:
                 first = alike.setdefault(tuple(kinds[own.start : own.stop]), stage)
                 if first < stage:  # which has fewer micro-batches in flight
-                    parts.append(_moved(parts[first], by=(stage - first) * world.stage_ranks))
+                    parts.append(_moved(parts[first], by=(stage - first) * layout.stage_ranks))
                     continue
             given = config, model_config, machine, simulations, reason, tiles
             parts.append(_plan_stage(world, *given))
@@ -269,8 +268,7 @@ def bound_in(
 
     A simulated step has collectives, so that a real world gets none.
     """
-    config = config.moving_states(machine.is_gpu)
-    firsts = range(0, world.size, world.stage_ranks)
+    firsts = range(0, world.size, world.layout.stage_ranks)
     given = config, model_config, machine, Simulations(model_config), reason, 1
     return _join([_plan_stage(replace(world, rank=first), *given) for first in firsts])
 
@@ -309,28 +307,30 @@ def _plan_stage(
     Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
     by the shapes alone, as it is where a step of the model cannot be simulated.
     """
+    layout = world.layout
     own = build_on_meta(config, model_config, world)
     whole = whole_on_meta(config, model_config, world)
-    owned = OwnedParameters(own, config, world)
+    owned = OwnedParameters(own, world)
     optimizer = build_optimizer(owned, config)
-    states, kept = state_bytes(own, optimizer, config), kept_bytes(own, config, world)
-    policy = _policy(kept, config, states, machine, world)
-    shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
+    states, kept = state_bytes(own, optimizer, layout), kept_bytes(own, layout)
+    policy = _policy(kept, states, machine, layout)
+    shapes = Shapes(whole)
     updated = [to_local(p).numel() for p in owned.by_name.values()]
-    pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
-    given = whole, config, policy, world, machine.is_gpu, tiles
+    pieces = pieces_bytes(max(updated), layout)
+    given = whole, config, policy, world, tiles
     measured, reason = (None, reason) if reason else _measure(simulations, *given)
     if measured:
-        traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
+        traffic = measured.step_traffic(layout.micro_batches)
         peaks, pools = step_memory(measured, states, optimizer, pieces, machine.is_gpu)
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
-        traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
+        traffic = least_traffic(shapes, world.stage, keeps, layout)
         peaks, pools = {"any phase": bounded_memory(own, config, states, world)}, []
-    link = host_link(sum(updated), shapes.compute_bytes, policy, config)
-    rows = rows_per_step(world.size, config)
+    link = host_link(sum(updated), policy, layout)
+    rows, length = layout.rows_per_step, layout.max_length
     plan = Plan(
         config=config,
+        layout=layout,
         machine=machine,
         parameters=sum(p.numel() for p in whole.parameters()),
         trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
@@ -344,12 +344,12 @@ def _plan_stage(
         attention=measured.attention.text if measured else "",
         reason=reason,
         traffic=(traffic,),
-        step_tokens=rows * config.data.max_length,
-        step_flops=_count_step_flops(whole, rows, config.data.max_length),
+        step_tokens=rows * length,
+        step_flops=_count_step_flops(whole, rows, length),
         shapes=shapes,
         storage=plan_storage(own, config, model_config, states, shapes, machine, world),
         host_link=link,
-        kernels_s=_kernel_seconds(measured, states, link, config, machine) if measured else None,
+        kernels_s=_kernel_seconds(measured, states, link, layout, machine) if measured else None,
     )
     if measured and not policy.kept_groups:
         return _keep_groups(plan, measured, own, kept, optimizer, pieces, world)
@@ -362,12 +362,11 @@ def _measure(
     config: Config,
     policy: ReshardPolicy,
     world: World,
-    is_gpu: bool,
     tiles: int,
 ) -> tuple[Measured | None, str]:
     """Return what a simulated step shows, or None and the reason why there is none."""
     try:
-        return simulations.measure(whole, config, policy, world, is_gpu, tiles), ""
+        return simulations.measure(whole, config, policy, world, tiles), ""
     except UserError:
         raise
     except Exception as error:  # any architecture may ask for something else
@@ -385,17 +384,17 @@ def _keep_groups(
     world: World,
 ) -> Plan:
     """Return the plan in which as many groups stay gathered as its peak leaves room for."""
-    config, machine, states = plan.config, plan.machine, plan.states
+    layout, machine, states = plan.layout, plan.machine, plan.states
     groups = _gathering_ranks(model, world)
     # A group that one rank has whole is copied, which takes less time than its memory is worth.
     shared = sum(len(ranks) > 1 for ranks in groups)
     fitting = groups_in(kept, room_beside(plan.peak_bytes, machine.memory_bytes))
-    policy = _policy(kept, config, states, machine, world, min(fitting, shared))
+    policy = _policy(kept, states, machine, layout, min(fitting, shared))
     sizes = kept.parameters[: policy.kept_groups]
     # What stands around the layers is gathered at each peak.
     kept_measured = measured.keeping(sum(sizes[1:]))
     peaks, pools = step_memory(kept_measured, states, optimizer, pieces, machine.is_gpu)
-    traffic, micro_batches = plan.traffic[0].copy(), config.train.gradient_accumulation_steps
+    traffic, micro_batches = plan.traffic[0].copy(), layout.micro_batches
     for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
         # What stands around the layers stays from the forward to the backward in any case.
         gathers = 2 * micro_batches if number else micro_batches
@@ -411,7 +410,7 @@ def _keep_groups(
 
 
 def _kernel_seconds(
-    measured: Measured, states: StateBytes, link: HostLink, config: Config, machine: Machine
+    measured: Measured, states: StateBytes, link: HostLink, layout: Layout, machine: Machine
 ) -> float | None:
     """Return the seconds of a step's kernels, the update's with them; None on CPUs.
 
@@ -421,28 +420,26 @@ def _kernel_seconds(
         return None
     gpu = gpu_of(machine.memory_bytes)
     # Adapters, their gradients and moments are float32.
-    weights = states.parameters if config.lora.rank is None else states.gradients
-    if config.optimizer.offload:
-        kernels = measured.step_kernels(config.train.gradient_accumulation_steps)
+    weights = states.gradients if layout.is_lora else states.parameters
+    kernels = measured.step_kernels(layout.micro_batches)
+    if layout.offloads:
         return seconds(kernels, gpu) + link.update.seconds(machine)
     # The update is one kernel a piece, and the norm reads the gradients before it.
     update = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
-    kernels = measured.step_kernels(config.train.gradient_accumulation_steps)
     return seconds(kernels, gpu) + update
 
 
 def _policy(
     kept: KeptBytes,
-    config: Config,
     states: StateBytes,
     machine: Machine,
-    world: World,
+    layout: Layout,
     planned_groups: int = 0,
 ) -> ReshardPolicy:
     """Decide as `choose_reshard_policy` does."""
     free = machine.memory_bytes - machine.allowance_bytes - states.total
-    micro_batches = config.train.gradient_accumulation_steps
-    policy, *_ = decide(kept, free, micro_batches, fixed_policy(config, world), planned_groups)
+    fixed = fixed_policy(layout)
+    policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
     return policy
 
 

@@ -28,12 +28,11 @@ from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.measured import read_measured
 from shardtune.distributed.rank_record import RECORDS, STACK
 from shardtune.distributed.signals import die_with_parent
-from shardtune.distributed.tensors import dtype_name
+from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger, quiet_libraries
 from shardtune.metrics_schema import PlanEntry
-from shardtune.model.build import compute_dtype
 from shardtune.model.files import read_model_config
 from shardtune.model.flops import device_peak
 from shardtune.planner.disk_room import require_room, saves_left
@@ -76,8 +75,7 @@ class RunPlan:
         """Begin to plan on rank 0, beside the work of the run."""
         config, world = run.config, run.world
         self._run, self._model_config = run, model_config
-        dtype = compute_dtype(config.model.compute_dtype, world.device)
-        self._device_peak = device_peak(dtype, world)
+        self._device_peak = device_peak(DTYPES[world.layout.compute_dtype], world)
         # Uneven nodes count as one node with all ranks.
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
         nodes = world.size // ranks_per_node
@@ -99,7 +97,7 @@ class RunPlan:
             self._bound = bound_in(world, config, model_config, self._machine, _UNSIMULATED)
             limit = _BOUND_SUFFICES * self._machine.memory_bytes
             if self._bound.allocated_bytes > limit or not self._bound.host_fits:
-                self._process = _simulate(run, self._machine, dtype)
+                self._process = _simulate(run, self._machine)
 
     def require_fit(self, total_steps: int) -> None:
         """Log the verdict, and a mesh that is much faster on the links that the preflight measured.
@@ -223,10 +221,10 @@ def _memory_bytes(world: World) -> float:
     return available_memory() / world.local_size
 
 
-def _simulate(run: Run, machine: Machine, dtype: torch.dtype) -> subprocess.Popen[str]:
+def _simulate(run: Run, machine: Machine) -> subprocess.Popen[str]:
     """Start a process that simulates a step, and prints a `Prediction`."""
     settings = to_dict(run.config)
-    settings["model"] |= {"compute_dtype": dtype_name(dtype)}
+    settings["model"] |= {"compute_dtype": run.world.layout.compute_dtype}
     request = {
         "config": settings,
         "machine": vars(machine),

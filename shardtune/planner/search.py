@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from shardtune.config import KEYS, Config
 from shardtune.config_io import to_dict
-from shardtune.distributed.layout import rows_per_step, split_stage
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
@@ -66,17 +66,10 @@ class Estimate:
     values: dict[str, Any]
     price: str
     config: Config
+    layout: Layout
     floors_s: dict[str, float]
     peak_bytes: float
     host_bytes: float  # of a node
-
-    @property
-    def stages(self) -> int:
-        return self.config.parallel.stages
-
-    @property
-    def context(self) -> int:
-        return self.config.parallel.context
 
     @property
     def floor_s(self) -> float:
@@ -134,7 +127,7 @@ class Search:
         plan = self._plan
         # For other meshes the arithmetic is about as far off as for this one.
         own_off = 1.0 if plan.reason else plan.needed_bytes / self._own.peak_bytes
-        groups = _settings(self._same_training(), _less_training(plan.config))
+        groups = _settings(self._same_training(), _less_training(plan.layout))
         if plan.fits:
             slowest_s = _FASTER * plan.floor_s
             return self._try(islice(groups, 1), own_off, simulations, slowest_s=slowest_s)
@@ -176,7 +169,7 @@ class Search:
         """Return the fastest mesh on so many nodes that fits by arithmetic, with a margin."""
         plan = replace(self._plan, machine=replace(self._plan.machine, nodes=nodes))
         limit = _MARGIN * plan.machine.memory_bytes
-        is_lean = plan.config.model.keeps_inputs_alone
+        is_lean = plan.layout.keeps_inputs_alone
         kept = {} if is_lean else {"model.activation_checkpointing": "full"}
         there = Search(plan, self._model_config, self._may_change)._estimates(kept, "")
         fitting = (each for each in there if each.peak_bytes <= limit)
@@ -200,7 +193,10 @@ class Search:
         off: dict[tuple[int, int], float] = {}  # by numbers of stages, and of ranks that share rows
 
         def fits(each: Estimate) -> bool:
-            return each.peak_bytes * off.get((each.stages, each.context), own_off) <= memory_bytes
+            return (
+                each.peak_bytes * off.get((each.layout.stages, each.layout.context), own_off)
+                <= memory_bytes
+            )
 
         for settings in groups:
             estimates: list[Estimate] = []
@@ -230,14 +226,14 @@ class Search:
                     changes.append(change)
                 elif change:
                     by = change.plan.needed_bytes / each.peak_bytes
-                    key = each.stages, each.context
+                    key = each.layout.stages, each.layout.context
                     off[key] = max(by, off.get(key, own_off))
             if changes or not left:
                 return sorted(changes, key=lambda change: change.plan.seconds_per_token)
         return []
 
     def _same_training(self) -> list[list[Setting]]:
-        return list(_same_training(self._plan.config, self._plan.machine.is_gpu, self._degrees()))
+        return list(_same_training(self._plan.layout, self._degrees()))
 
     def _simulate(self, estimate: Estimate, simulations: Simulations) -> Change | None:
         plan, config = self._plan, estimate.config
@@ -251,10 +247,10 @@ class Search:
 
     def _estimates(self, values: Mapping[str, Any], price: str) -> list[Estimate]:
         """Return the meshes with other settings that a node's own memory holds, fastest first."""
-        config = with_values(self._plan.config, values).moving_states(self._plan.machine.is_gpu)
+        config = with_values(self._plan.config, values)
         shapes = self._with_adapters if "lora.rank" in values else self._plan.shapes
         estimates = []
-        for mesh in _meshes(config, shapes, self._plan.machine):
+        for mesh in _meshes(self._plan.machine.layout(config), shapes, self._plan.machine):
             changed = {key: n for key, n in mesh.items() if n != _value(config, key)}
             if all(map(self._may_change, changed)):
                 estimates.append(
@@ -268,18 +264,19 @@ class Search:
     ) -> Estimate:
         machine, traffic, peak_bytes, links = self._plan.machine, [], 0.0, []
         states, inputs = [], []  # in host memory
+        layout = machine.layout(config)
         free = machine.memory_bytes - machine.allowance_bytes
-        for stage in range(config.parallel.stages):
-            memory, keeps = rough_memory(shapes, stage, config, machine.ranks, free)
+        for stage in range(layout.stages):
+            memory, keeps = rough_memory(shapes, stage, layout, free)
             peak_bytes = max(peak_bytes, memory + machine.allowance_bytes)
-            traffic.append(least_traffic(shapes, stage, keeps, config, machine.ranks))
-            updated = shapes.trained(config.parallel.stages, stage, machine.ranks)
-            links.append(host_link(updated, shapes.compute_bytes, keeps.policy, config))
-            states.append(host_states_bytes(updated, shapes.compute_bytes, config))
-            inputs.append(machine.is_gpu * host_inputs_bytes(shapes, stage, config))
+            traffic.append(least_traffic(shapes, stage, keeps, layout))
+            updated = shapes.trained(stage, layout)
+            links.append(host_link(updated, keeps.policy, layout))
+            states.append(host_states_bytes(updated, layout))
+            inputs.append(machine.is_gpu * host_inputs_bytes(shapes, stage, layout))
         host_bytes = machine.ranks_per_node * (max(states) + max(inputs))
-        floors = floors_s(traffic, max(links), self._plan.step_flops, config, machine)
-        return Estimate(values, price, config, floors, peak_bytes, host_bytes)
+        floors = floors_s(traffic, max(links), self._plan.step_flops, layout, machine)
+        return Estimate(values, price, config, layout, floors, peak_bytes, host_bytes)
 
     @cached_property
     def _with_adapters(self) -> Shapes:
@@ -288,17 +285,17 @@ class Search:
 
     def _degrees(self) -> list[int]:
         """Return the numbers of a node's ranks that could share each row, and do not now."""
-        config, shapes = self._plan.config, self._plan.shapes
-        now = config.parallel.context
-        if config.data.max_length <= _SHORT_ROW:
+        layout, shapes = self._plan.layout, self._plan.shapes
+        now = layout.context
+        if layout.max_length <= _SHORT_ROW:
             return []
         degrees = [n for n in _divisors(self._plan.machine.ranks_per_node) if n % now == 0]
         return [n for n in degrees if n > now and shapes.may_share(n)]
 
     def _can_be_cut(self, estimate: Estimate) -> bool:
-        if estimate.context > self._plan.config.parallel.context and not self._is_shareable:
+        if estimate.layout.context > self._plan.layout.context and not self._is_shareable:
             return False
-        return estimate.stages == 1 or self._is_composable
+        return estimate.layout.stages == 1 or self._is_composable
 
     @cached_property
     def _shallow(self) -> PreTrainedConfig:
@@ -307,9 +304,8 @@ class Search:
     @cached_property
     def _is_shareable(self) -> bool:
         """Whether its first layers attend without a mask, as ranks that share rows must."""
-        config = _with_mesh(self._plan.config, {"parallel.context": 2})
         try:
-            require_documents_apart(config, self._shallow)
+            require_documents_apart(replace(self._plan.layout, context=2), self._shallow)
         except UserError:
             return False
         return True
@@ -317,9 +313,8 @@ class Search:
     @cached_property
     def _is_composable(self) -> bool:
         """Whether its first layers can be cut: a trial of all of them takes seconds."""
-        config = _with_mesh(self._plan.config, {"parallel.stages": 2})
         try:
-            require_composable(config, self._shallow)
+            require_composable(replace(self._plan.layout, stages=2), self._shallow)
         except UserError:
             return False
         return True
@@ -372,34 +367,34 @@ def _together(settings: Iterable[Setting]) -> Setting:
     return values, "; ".join(price for _, price in both)
 
 
-def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:
+def _same_training(layout: Layout, degrees: Sequence[int]) -> Iterator[list[Setting]]:
     """Yield settings that train all of the data, those among which there is a choice together.
 
     `degrees`: the numbers of ranks that could share each row.
     """
-    model, trains_all = config.model, config.lora.rank is None
-    if not model.keeps_inputs_alone:
+    is_gpu, trains_all = layout.is_gpu, not layout.is_lora
+    if not layout.keeps_inputs_alone:
         price = "about a third more arithmetic"
         yield [({"model.activation_checkpointing": "full"}, price)]
-    elif is_gpu and model.activation_checkpointing == "full":
+    elif is_gpu and layout.checkpointing == "full":
         price = "layers' inputs travel to host memory and back"
         yield [({"model.activation_checkpointing": "offload"}, price)]
     elif is_gpu:  # host memory may be what is short
         yield [({"model.activation_checkpointing": "full"}, "layers' inputs take the GPU's memory")]
-    if config.optimizer.offload:
+    if layout.offloads:
         yield [({"optimizer.offload": False}, "masters and moments take the GPU's memory")]
     elif trains_all and is_gpu:
         yield [({"optimizer.offload": True}, "states travel to host memory and back")]
-    if trains_all and model.master_dtype != "bfloat16":
+    if trains_all and layout.master_dtype != "bfloat16":
         price = "weights rounded at random to bfloat16"
         yield [({"model.master_dtype": "bfloat16"}, price)]
-    if trains_all and config.optimizer.name != "adamw8bit":
+    if trains_all and layout.optimizer != "adamw8bit":
         yield [({"optimizer.name": "adamw8bit"}, "moments of 8 bits")]
-    if trains_all and model.reduce_dtype != "bfloat16":
+    if trains_all and layout.reduce_dtype != "bfloat16":
         price = "gradients summed with 8 bits of precision"
         yield [({"model.reduce_dtype": "bfloat16"}, price)]
     if degrees:
-        now, steps = config.parallel.context, config.train.gradient_accumulation_steps
+        now, steps = layout.context, layout.micro_batches
         price = "heads travel between the ranks that share a row"
         # As many more micro-batches, so that a step trains the same rows.
         accumulation = "train.gradient_accumulation_steps"
@@ -409,24 +404,27 @@ def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iter
         ]
 
 
-def _less_training(config: Config) -> list[Setting]:
+def _less_training(layout: Layout) -> list[Setting]:
     less: list[Setting] = []
-    if config.lora.rank is None:
+    if not layout.is_lora:
         less.append((ADAPTERS, "trains adapters alone"))
-    if config.data.max_length > _SHORT_ROW:
-        rows = {"data.max_length": config.data.max_length // 2}
+    if layout.max_length > _SHORT_ROW:
+        rows = {"data.max_length": layout.max_length // 2}
         less.append((rows, "longer records lose turns"))
     return less
 
 
-def _meshes(config: Config, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
+def _meshes(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
     """Yield every division of the ranks, with micro-batches of the same effective batch."""
-    ranks, context = machine.ranks, config.parallel.context
-    rows = rows_per_step(ranks, config)
+    ranks, context, rows = layout.ranks, layout.context, layout.rows_per_step
     nodes = [rank // machine.ranks_per_node for rank in range(ranks)]
     for stages in _divisors(ranks):
         stage_ranks = ranks // stages
-        if stages > shapes.n_layers or stage_ranks % context or split_stage(nodes, stages):
+        if (
+            stages > shapes.n_layers
+            or stage_ranks % context
+            or replace(layout, stages=stages).split_stage(nodes)
+        ):
             continue
         rows_of_rank, rest = divmod(rows * context, stage_ranks)
         if rest:

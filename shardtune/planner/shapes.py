@@ -13,13 +13,10 @@ from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardtune.config import Config
-from shardtune.distributed.layout import tokens_per_rank
-from shardtune.distributed.tensors import DTYPES
+from shardtune.distributed.layout import BYTES, Layout
 from shardtune.model.context_check import context_problems
 from shardtune.model.experts import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
@@ -69,13 +66,9 @@ class Heads(NamedTuple):
 class Shapes:
     """What the shapes of a whole model's parameters say of each of its stages."""
 
-    def __init__(self, whole: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-        """`whole`: with its adapters, not sharded, as `whole_on_meta` returns it.
-
-        `compute_dtype`: of forward and backward.
-        """
+    def __init__(self, whole: PreTrainedModel) -> None:
+        """`whole`: with its adapters, not sharded, as `whole_on_meta` returns it."""
         self.n_layers = len(decoder_layers(whole))
-        self.compute_bytes = compute_dtype.itemsize
         self.hidden_size = most_of_layers(whole, "hidden_size")
         self.top_k = most_of_layers(whole, *TOP_K_NAMES) or 1
         self.heads = [_heads(layer) for layer in whole.config.get_text_config().per_layer_config]
@@ -127,11 +120,11 @@ class Shapes:
         )
         return round(sent / len(self.heads))
 
-    def trained(self, stages: int, stage: int, ranks: int) -> float:
-        """Return the elements that a rank of a stage updates. `ranks`: of all stages."""
-        sizes = self.of_stages(stages)[stage]
-        parts = sizes.layers, sizes.around
-        return sum(each.trained_dense + each.trained_experts for each in parts) * stages / ranks
+    def trained(self, stage: int, layout: Layout) -> float:
+        """Return the elements that a rank of a stage updates."""
+        sizes = self.of_stages(layout.stages)[stage]
+        whole = _sum([sizes.layers, sizes.around])
+        return (whole.trained_dense + whole.trained_experts) / layout.stage_ranks
 
 
 def _sum(sizes: Sequence[Sizes]) -> Sizes:
@@ -151,25 +144,21 @@ def _sizes(parameters: Sequence[nn.Parameter], spread: set[nn.Parameter], top_k:
     return Sizes(**counted, exchanges=int(bool(spread)))
 
 
-def least_traffic(
-    shapes: Shapes, stage: int, keeps: Keeps, config: Config, ranks: int
-) -> Counter[Collective]:
+def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> Counter[Collective]:
     """Return what the first rank of a stage gathers, reduces, exchanges and receives in a step.
 
-    `ranks`: of all stages. The bytes are of the unsharded side, as a `Tracker` counts them.
+    The bytes are of the unsharded side, as a `Tracker` counts them.
     """
-    parallel, train = config.parallel, config.train
-    stages, micro_batches = parallel.stages, train.gradient_accumulation_steps
-    stage_ranks = ranks // stages
-    first, shards = stage * stage_ranks, stage_ranks // parallel.replicate
+    stages, micro_batches = layout.stages, layout.micro_batches
+    stage_ranks, shards, expert = layout.stage_ranks, layout.shards, layout.expert
+    first = stage * stage_ranks
     shard_group = tuple(range(first, first + shards))
-    copies = tuple(range(first, first + shards, parallel.expert))
+    copies = tuple(range(first, first + shards, expert))
     replicas = tuple(range(first, first + stage_ranks, shards))
     sizes = shapes.of_stages(stages)[stage]
     layers, around = sizes.layers, sizes.around
-    compute_bytes = shapes.compute_bytes
-    reduce_bytes = DTYPES[config.model.reduce_dtype].itemsize
-    own, trained = (n // parallel.expert for n in (layers.experts, layers.trained_experts))
+    compute_bytes, reduce_bytes = BYTES[layout.compute_dtype], BYTES[layout.reduce_dtype]
+    own, trained = (n // expert for n in (layers.experts, layers.trained_experts))
     kept = keeps.gathered_bytes / compute_bytes
     gathered = list(_gathered(kept, around.dense, layers.dense, own, micro_batches))
     reduced = reduce_bytes * (1 if keeps.policy.keep_gradients else micro_batches)
@@ -179,40 +168,35 @@ def least_traffic(
     traffic[Collective("reduce-scatter", shard_group)] += reduced * trained_dense
     traffic[Collective("all-gather", copies)] += compute_bytes * gathered[2]
     traffic[Collective("reduce-scatter", copies)] += reduced * trained
-    if parallel.replicate > 1:
+    if layout.replicate > 1:
         slices = (trained_dense + layers.trained_experts) // shards
         reduced = reduce_bytes if keeps.policy.keep_sums else reduced
         traffic[Collective("reduce-scatter", replicas)] += reduced * slices
-        # Factors of adapters are float32.
-        updated = DTYPES["float32" if config.lora.rank else config.model.master_dtype].itemsize
-        if config.optimizer.offload:
-            updated = min(updated, compute_bytes)
-        traffic[Collective("all-gather", replicas)] += updated * slices
-    tokens = micro_batches * tokens_per_rank(config)
+        traffic[Collective("all-gather", replicas)] += BYTES[layout.updated_dtype] * slices
+    tokens = micro_batches * layout.tokens_per_rank
     hidden = compute_bytes * tokens * shapes.hidden_size
-    experts, heads = _exchanged(shapes, sizes, config, tokens)
-    traffic[Collective("all-to-all", shard_group[: parallel.expert])] += experts
-    traffic[Collective("all-to-all", tuple(range(first, first + parallel.context)))] += heads
+    experts, heads = _exchanged(shapes, sizes, layout, tokens)
+    traffic[Collective("all-to-all", shard_group[:expert])] += experts
+    traffic[Collective("all-to-all", tuple(range(first, first + layout.context)))] += heads
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
     if neighbours and stage in (0, stages - 1):
-        master_bytes = DTYPES[config.model.master_dtype].itemsize
-        shared = max(reduce_bytes, master_bytes) * shapes.shared_numel // stage_ranks
-        traffic[Collective("send", (ranks - stage_ranks - first, first))] += shared
+        shared = BYTES[layout.gradient_dtype] * shapes.shared_numel // stage_ranks
+        traffic[Collective("send", (layout.ranks - stage_ranks - first, first))] += shared
     return Counter({each: n for each, n in traffic.items() if n and len(each.ranks) > 1})
 
 
-def _exchanged(shapes: Shapes, sizes: StageSizes, config: Config, tokens: int) -> tuple[int, int]:
+def _exchanged(shapes: Shapes, sizes: StageSizes, layout: Layout, tokens: int) -> tuple[int, int]:
     """Return the bytes that the experts and the heads of a stage exchange for a rank's tokens."""
-    again = config.model.activation_checkpointing != "none"
-    hidden = shapes.compute_bytes * tokens * shapes.hidden_size
+    again, compute_bytes = layout.recomputes, BYTES[layout.compute_dtype]
+    hidden = compute_bytes * tokens * shapes.hidden_size
     # To the experts and back, in the forward and the backward; once more to them in a
     # recomputation. Weights, in float32, go to the experts, and their gradients come back.
     pair = (4 + again) * hidden + (2 + again) * 4 * tokens
     # All heads in the forward, their gradients in the backward, and once more in a recomputation.
-    width = shapes.head_exchange(config.parallel.context) * sizes.n_layers
-    heads = (2 + again) * shapes.compute_bytes * tokens * width
+    width = shapes.head_exchange(layout.context) * sizes.n_layers
+    heads = (2 + again) * compute_bytes * tokens * width
     return shapes.top_k * pair * sizes.layers.exchanges, heads
 
 
@@ -237,43 +221,36 @@ def _copied_numel(sizes: Sizes, expert: int, frozen: bool, trained: bool) -> flo
     return n_frozen * frozen + n_trained * trained
 
 
-def rough_memory(
-    shapes: Shapes, stage: int, config: Config, ranks: int, free: float
-) -> tuple[float, Keeps]:
+def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tuple[float, Keeps]:
     """Return about the bytes that a rank of a stage holds at its peak, and what it keeps.
 
-    Where not all parameters have room, those that stay gathered are left out of the peak. `ranks`:
-    of all stages. `free`: what a rank may hold. The plans in docs/planner.md are within a
-    tenth of it; a simulated step knows better.
+    Where not all parameters have room, those that stay gathered are left out of the peak. `free`:
+    what a rank may hold. The plans in docs/planner.md are within a tenth of it; a simulated step
+    knows better.
     """
-    parallel, train, expert = config.parallel, config.train, config.parallel.expert
-    sizes = shapes.of_stages(parallel.stages)[stage]
+    expert, stage_ranks, shards = layout.expert, layout.stage_ranks, layout.shards
+    sizes = shapes.of_stages(layout.stages)[stage]
     whole, largest = _sum([sizes.layers, sizes.around]), sizes.largest
-    compute_bytes, reduce_bytes = shapes.compute_bytes, DTYPES[config.model.reduce_dtype].itemsize
-    is_lora, name = config.lora.rank is not None, config.optimizer.name
-    stored_bytes = 4 if is_lora else DTYPES[config.model.master_dtype].itemsize
-    moment_bytes = 2.03 if name == "adamw8bit" and not is_lora else 2 * stored_bytes
-    gradient_bytes = max(stored_bytes, reduce_bytes)
+    compute_bytes, reduce_bytes = BYTES[layout.compute_dtype], BYTES[layout.reduce_dtype]
+    stored_bytes, gradient_bytes = BYTES[layout.master_dtype], BYTES[layout.gradient_dtype]
+    moment_bytes = 2.03 if layout.optimizer == "adamw8bit" else 2 * stored_bytes
     trained = whole.trained_dense + whole.trained_experts
     frozen = whole.dense + whole.experts - trained
-    stage_ranks = ranks // parallel.stages
-    shards = stage_ranks // parallel.replicate
-    of_device = min(stored_bytes, compute_bytes) if config.optimizer.offload else stored_bytes
-    states = (of_device * trained + compute_bytes * frozen) / shards
-    if config.optimizer.offload:  # of a layer, and of the one before
+    states = (BYTES[layout.updated_dtype] * trained + compute_bytes * frozen) / shards
+    if layout.offloads:  # of a layer, and of the one before
         states += 2 * gradient_bytes * (largest.dense + largest.experts) / stage_ranks
     else:
         states += (gradient_bytes + moment_bytes) * trained / stage_ranks
 
     is_alike = stored_bytes == compute_bytes == reduce_bytes
-    trained_too = stage_ranks > 1 or config.optimizer.offload or not is_alike
+    trained_too = stage_ranks > 1 or layout.offloads or not is_alike
     copied = partial(_copied_numel, expert=expert, frozen=shards > 1, trained=trained_too)
     gathered = compute_bytes * copied(whole)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
-    if stage_ranks == 1 and not config.optimizer.offload:  # they replace those that are kept
+    if stage_ranks == 1 and not layout.offloads:  # they replace those that are kept
         reduced = 0.0
-    micro_batches = train.gradient_accumulation_steps
-    sums = gradient_bytes * trained / shards * (1 - 1 / parallel.replicate)
+    micro_batches = layout.micro_batches
+    sums = gradient_bytes * trained / shards * (1 - 1 / layout.replicate)
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
     policy, _, room = decide(kept_bytes, free - states, micro_batches)
     if not policy.kept_groups:  # that of one layer, of the one before, and a copy
@@ -281,17 +258,16 @@ def rough_memory(
     if not policy.keep_gradients or micro_batches == 1:
         layer = largest.trained_dense + largest.trained_experts / expert
         reduced = min(reduced, reduce_bytes * 2 * layer)
-    tokens = tokens_per_rank(config)
     kept = {
         "offload": 2 * shapes.hidden_size,
         "full": shapes.hidden_size * sizes.n_layers,
         "selective": 0.6 * (whole.dense_products + whole.expert_products),
         "none": 1.2 * (whole.dense_products + whole.expert_products),
-    }[config.model.activation_checkpointing]
-    kept *= min(parallel.stages - stage, micro_batches)  # forwards whose backward is to come
+    }[layout.checkpointing]
+    kept *= layout.in_flight(stage)
     imbalance = EXPERT_IMBALANCE if expert > 1 else 1
     of_layer = largest.dense_products + imbalance * largest.expert_products
-    activations = compute_bytes * tokens * (kept + 3 * of_layer)
+    activations = compute_bytes * layout.tokens_per_rank * (kept + 3 * of_layer)
     if policy.keep_gradients or not policy.keep_sums or micro_batches == 1:
         sums = 0.0
     total = states + gathered + reduced + sums + activations
@@ -299,15 +275,12 @@ def rough_memory(
     return total, Keeps(policy, math.inf if policy.kept_groups else more)
 
 
-def host_inputs_bytes(shapes: Shapes, stage: int, config: Config) -> int:
+def host_inputs_bytes(shapes: Shapes, stage: int, layout: Layout) -> int:
     """Return the host memory that the inputs of a stage's layers take of a rank, of full rows."""
-    if config.model.activation_checkpointing != "offload":
+    if layout.checkpointing != "offload":
         return 0
-    parallel, train = config.parallel, config.train
-    tokens = tokens_per_rank(config)
-    in_flight = min(parallel.stages - stage, train.gradient_accumulation_steps)
-    layers = shapes.of_stages(parallel.stages)[stage].n_layers
-    return layers * tokens * shapes.hidden_size * shapes.compute_bytes * in_flight
+    row = layout.tokens_per_rank * shapes.hidden_size * BYTES[layout.compute_dtype]
+    return shapes.of_stages(layout.stages)[stage].n_layers * row * layout.in_flight(stage)
 
 
 def _heads(settings: Any) -> Heads:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.data.batch import Batch, slice_lengths
-from shardtune.distributed.layout import mesh_problems, split_stage
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
@@ -112,7 +112,7 @@ def _step(parts: Sequence[Counter[T]], micro_batches: int) -> Counter[T]:
 
 
 @contextmanager
-def fake_world(nodes: int, ranks_per_node: int, config: Config, stage: int = 0) -> Iterator[World]:
+def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[World]:
     """Be the first rank of a stage, its fullest, in a world without other processes.
 
     Collectives do nothing.
@@ -120,19 +120,18 @@ def fake_world(nodes: int, ranks_per_node: int, config: Config, stage: int = 0) 
     Raises:
         UserError: the ranks cannot be divided as configured.
     """
-    size, device = nodes * ranks_per_node, torch.device("cpu")
-    if problems := list(mesh_problems(size, config.parallel)):
+    device = torch.device("cpu")
+    if problems := layout.problems([rank // ranks_per_node for rank in range(layout.ranks)]):
         raise UserError(*problems)
-    nodes_of_ranks = [rank // ranks_per_node for rank in range(size)]
-    if problem := split_stage(nodes_of_ranks, config.parallel.stages):
-        raise UserError(problem)
-    store, rank = FakeStore(), stage * (size // config.parallel.stages)
+    store, rank = FakeStore(), stage * layout.stage_ranks
     node, local_rank = divmod(rank, ranks_per_node)
-    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=layout.ranks)
     try:
-        meshes = build_meshes(device, size, config.parallel)
+        meshes = build_meshes(device, layout)
         progress = Progress(device)
-        world = World(rank, size, local_rank, ranks_per_node, node, device, meshes, store, progress)
+        world = World(
+            rank, layout, local_rank, ranks_per_node, node, device, meshes, store, progress
+        )
         documents.heads = heads_between(world)
         yield world
     finally:
@@ -148,7 +147,6 @@ def simulate(
     imbalance: float = EXPERT_IMBALANCE,
     evaluates: bool = True,
     own: range | None = None,
-    is_gpu: bool = False,
     tiles: int = 1,
     is_by_document: bool = False,
 ) -> Measured:
@@ -157,41 +155,41 @@ def simulate(
     From the second micro-batch on gradients exist. The last one differs from the second, since it
     reduces gradients that were kept; any in between is like the second. With stages one more is
     taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
-    experts get on average. `own`: the layers of this stage. `is_gpu`: the step is that of a GPU.
+    experts get on average. `own`: the layers of this stage.
     `tiles`: see `tile_layers`. `is_by_document`: it is known to attend by document.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
     """
-    tracker, device = Tracker(is_gpu), world.device
+    layout, device = world.layout, world.device
+    tracker = Tracker(layout.is_gpu)
     model = build_on_meta(config, model_config, world, own)
-    if is_gpu:
+    if layout.is_gpu:
         run_as_on_gpus(model, config, _OtherMemory)
-    exchanged = partial(_exchanged, model=model, config=config, imbalance=imbalance)
+    exchanged = partial(_exchanged, model=model, ranks=layout.expert, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
-        owned = OwnedParameters(model, config, world)
+        owned = OwnedParameters(model, world)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            attention = _decide(model, config, world, tracker, exchanged, is_by_document)
+            attention = _decide(model, world, tracker, exchanged, is_by_document)
             if tiles > 1:
                 tile_layers(model, tiles)
-            batch = full_batch(config, attention.is_flat, device)
+            batch = full_batch(layout, attention.is_flat, device)
             shorten_rows(state_mixers(model))
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
             tracker.read_by_host = exchanged(batch.input_ids.numel(), tiles)
             tracker.restart()
-            stage = Stage(model, owned, config, world)
-            sends = is_gpu and config.optimizer.offload
-            sent = SentGradients(owned, _OtherMemory()) if sends else None
+            stage = Stage(model, owned, world)
+            sent = SentGradients(owned, _OtherMemory()) if layout.offloads else None
             if evaluates:
                 tracker.begin("evaluate")
                 with forward_only(model):
                     stage.forward(batch)
-            most = min(max(3, world.stages + 1), config.train.gradient_accumulation_steps)
+            most = min(max(3, layout.stages + 1), layout.micro_batches)
             traffic, kernels = _accumulate([batch] * most, stage, model, policy, tracker)
             if sent:
                 sent.finish()
@@ -203,7 +201,6 @@ def simulate(
 
 def _decide(
     model: PreTrainedModel,
-    config: Config,
     world: World,
     tracker: Tracker,
     exchanged: Callable[[int, int], Iterator[int]],
@@ -211,11 +208,11 @@ def _decide(
 ) -> Attention:
     """Let the model attend and make its loss as in the run, after the same trials."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
-    longest = config.data.max_length
+    layout = world.layout
     attention = decide_attention(
-        model, config, longest, world.device, is_by_document=is_by_document
+        model, layout, layout.max_length, world.device, is_by_document=is_by_document
     )
-    require_shared(attention, config)
+    require_shared(attention, layout)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:
         use_loss_head(model, world.device, "cuda" if tracker.is_gpu else "cpu")
@@ -280,13 +277,13 @@ def _accumulate(
     return traffic, kernels
 
 
-def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
+def full_batch(layout: Layout, is_flat: bool, device: torch.device) -> Batch:
     """Return full rows of one document each, with every token trained.
 
     Where ranks share them, it is the slice of the first one, the longest.
     """
-    rows, length = config.train.micro_batch_size, config.data.max_length
-    slices = slice_lengths(rows * length, config.parallel.context)
+    rows, length = layout.micro_batch_size, layout.max_length
+    slices = slice_lengths(rows * length, layout.row_ranks)
     is_shared = len(slices) > 1
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
     shape = (1, slices[0]) if is_flat else (rows, length)
@@ -304,11 +301,10 @@ def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
 
 
 def _exchanged(
-    tokens: int, tiles: int, model: PreTrainedModel, config: Config, imbalance: float
+    tokens: int, tiles: int, model: PreTrainedModel, ranks: int, imbalance: float
 ) -> Iterator[int]:
     """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
     then how many it receives from each, for every exchange."""
-    ranks = config.parallel.expert
     if ranks == 1:
         return iter(())
     top_k = most_of_layers(model, *TOP_K_NAMES) or 1

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.layout import BYTES
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.model.files import model_folder
@@ -48,16 +49,14 @@ def plan_storage(
     """Compute disk and host memory for a stage's model that `build_on_meta` has returned."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    itemsize = parameters[0].itemsize if config.lora.rank is None else 4  # of masters
-    if config.optimizer.offload:
-        itemsize = DTYPES[config.model.master_dtype].itemsize
+    itemsize = BYTES[world.layout.master_dtype]
     checkpoint = sum(p.numel() for p in trained) * itemsize
-    checkpoint += states.saved_optimizer * world.stage_ranks
+    checkpoint += states.saved_optimizer * world.layout.stage_ranks
     # One of the replicas' ranks that hold the same slice writes it, and so copies it.
-    held = sum(to_local(p).numel() for p in trained) * itemsize // world.replicas
+    held = sum(to_local(p).numel() for p in trained) * itemsize // world.layout.replicate
     staged = (held + states.saved_optimizer) * machine.ranks_per_node
     is_async = config.checkpoint.mode == "async"
-    inputs = host_inputs_bytes(shapes, world.stage, config) if machine.is_gpu else 0
+    inputs = host_inputs_bytes(shapes, world.stage, world.layout) if machine.is_gpu else 0
     # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype
     if config.model.init == "random":
@@ -79,7 +78,7 @@ def plan_storage(
         loading_bytes=loading * machine.ranks_per_node,
         inputs_bytes=inputs * machine.ranks_per_node,
         # Until they are pinned, each replica has read all of its masters.
-        states_bytes=max(states.host, (1 + world.replicas) * states.host_masters)
+        states_bytes=max(states.host, (1 + world.layout.replicate) * states.host_masters)
         * machine.ranks_per_node,
     )
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from shardtune.config import Config
-from shardtune.distributed.layout import rows_per_step
 from shardtune.errors import DoesNotFit
 from shardtune.planner.arguments import read_config
 from shardtune.planner.command import machine_of, read_model
@@ -68,7 +67,7 @@ def _search(
     """Return the search for one row of the table, and the configuration that it begins with."""
     machine = machine_of(options, config)
     if config.origins[_ACCUMULATION] == "default":
-        rows = rows_per_step(machine.ranks, with_values(config, {_ACCUMULATION: 1}))
+        rows = machine.layout(config).rows_per_micro_batch
         config = with_values(config, {_ACCUMULATION: max(1, _ROWS // rows)})
     # Only what is found is simulated: the mesh that it begins with may fit nowhere.
     plan = make_plan(config, model.config, machine, model.simulations, reason="-")

@@ -68,7 +68,7 @@ def _eager(plan: Plan) -> str:
 
 def _host_link(plan: Plan) -> Iterator[str]:
     link, machine = plan.host_link, plan.machine
-    if not plan.config.optimizer.offload:
+    if not plan.layout.offloads:
         return
     yield (
         f"Between a rank and host memory: {gb(link.gradients.to_host)} GB of gradients beside the "
@@ -89,7 +89,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
             f"Tiles: experts and MLPs run on a row's tokens in {plan.tiles} parts, since memory is "
             "short; that part of each layer is computed once more"
         )
-    if plan.config.parallel.expert > 1:
+    if plan.layout.expert > 1:
         yield (
             f"Experts: the most loaded rank is taken to have {EXPERT_IMBALANCE:g} times the tokens "
             "of the mean"

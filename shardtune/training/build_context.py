@@ -19,6 +19,7 @@ from shardtune.config_io import write_config
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Schedule
 from shardtune.distributed.progress import Phase
+from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model import build
@@ -56,15 +57,15 @@ def build_train_context(
 
     Files of another run are moved aside once that checkpoint is loaded.
     """
-    config, world = run.config.moving_states(is_gpu=run.world.device.type == "cuda"), run.world
+    config, world = run.config, run.world
     world.progress.enter(Phase.LOADING)
     states = model, owned, host, optimizer = build_states(config, model_config, world)
     whole = build.whole_on_meta(config, model_config, world)
-    n_bytes = state_bytes(model, optimizer, config)
+    n_bytes = state_bytes(model, optimizer, world.layout)
     setup.log_model(whole, config, n_bytes, world)
     saved = setup.saved_reshard_policy(run)
     policy = reshard.choose_reshard_policy(
-        model, config, n_bytes, saved, world, planned.kept_groups[world.stage]
+        model, n_bytes, saved, world, planned.kept_groups[world.stage]
     )
     set_seed((config.run.seed + world.rank) % 2**32)
     is_flat = prepare_forward(model, config, data, planned.tiles, world)
@@ -89,7 +90,7 @@ def build_train_context(
         host=host,
         optimizer=optimizer,
         reshard=policy,
-        stage=Stage(model, owned, config, world),
+        stage=Stage(model, owned, world),
         row_cost=cost_of(whole),
         metrics=metrics,
         expert_balance=expert_balance,
@@ -117,10 +118,10 @@ class States(NamedTuple):
 
 def build_states(config: Config, model_config: PretrainedConfig, world: World) -> States:
     """Read or draw the weights, each rank its slices, and build their optimizer."""
-    with weights_fit(config):
+    with weights_fit(world.layout):
         model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
-    owned = OwnedParameters(model, config, world)
-    host = HostStates(owned, config) if config.optimizer.offload else None
+    owned = OwnedParameters(model, world)
+    host = HostStates(owned) if world.layout.offloads else None
     optimizer = optim.build_optimizer(owned, config, host)
     optim.compile_update(optimizer, config, world)
     return States(model, owned, host, optimizer)
@@ -198,14 +199,14 @@ def prepare_forward(
     if tiles > 1:
         tile_layers(model, tiles)
         logger.info(f"Tiles: experts and MLPs run on a row's tokens in {tiles} parts, as planned")
-    with step_fits(config):
-        is_flat = choose_attention(model, config, data.longest, world)
+    with step_fits(world.layout):
+        is_flat = choose_attention(model, data.longest, world)
     # Rank 0 speaks for the run, and only the last stage has a head.
     whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
     if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")
     compile_layers(model, config.model, world)
     if world.is_last_stage:
-        dtype = build.compute_dtype(config.model.compute_dtype, world.device)
+        dtype = DTYPES[world.layout.compute_dtype]
         compile_loss(model, dtype, world.device, bool(data.eval))
     return is_flat

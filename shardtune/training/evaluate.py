@@ -72,7 +72,7 @@ def _nll_sum(
         rows, dataset.lengths[rows.members], dataset.trained_counts[rows.members]
     )
     micro_batches = assign_rows(
-        rows, costs, world.data_rank, world.data_ranks, config.train.micro_batch_size
+        rows, costs, world.data_rank, world.layout.data_ranks, config.train.micro_batch_size
     )
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     with forward_only(model):
@@ -81,7 +81,7 @@ def _nll_sum(
             nll_sum += context.stage.forward(batch.to(world.device))
             micro_batch_ended()
             # With stages seldom, since all of them meet here, and none is ahead of another.
-            asks = stop and number % (4 * world.stages - 3) == 0
+            asks = stop and number % (4 * world.layout.stages - 3) == 0
             if stop and asks and world.all_reduce_max(stop.received is not None)[0]:
                 context.stage.finish()
                 return None

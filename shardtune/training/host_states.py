@@ -13,11 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from shardtune.config import Config
 from shardtune.distributed.host_memory import pinned_zeros
 from shardtune.distributed.tensors import DTYPES, sharded_as, to_local
-from shardtune.model.build import widest_gradient
-from shardtune.model.fsdp_groups import gradient_dtype
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.sent_gradients import SentGradients
 
@@ -40,15 +37,15 @@ class HostStates:
         sent: the gradients.
     """
 
-    def __init__(self, owned: OwnedParameters, config: Config) -> None:
+    def __init__(self, owned: OwnedParameters) -> None:
         """Move the masters, as they were read or drawn, to pinned memory.
 
         Raises:
             RunFailed: the node cannot pin it.
         """
         self._parameters = list(owned.by_name.values())
-        self._widest, self._device = widest_gradient(config), self._parameters[0].device
-        master = DTYPES[config.model.master_dtype]
+        self._device, master = self._parameters[0].device, DTYPES[owned.layout.master_dtype]
+        self._gradient_dtype = DTYPES[owned.layout.gradient_dtype]
         rounded = [p for p in self._parameters if p.dtype != master]
         self._free = _pinned(sum(_size(p, master) for p in rounded))
         self.masters: dict[torch.Tensor, torch.Tensor] = {}
@@ -69,11 +66,11 @@ class HostStates:
         Raises:
             RunFailed: the node cannot pin it.
         """
-        kinds = {p: gradient_dtype(p, self._widest) for p in self._parameters}
-        gradients = sum(_size(p, dtype) for p, dtype in kinds.items())
-        gaps = _MOST_STATES * _ALIGNED * len(kinds)
+        dtype = self._gradient_dtype
+        gradients = sum(_size(p, dtype) for p in self._parameters)
+        gaps = _MOST_STATES * _ALIGNED * len(self._parameters)
         self._free = _pinned(gradients + state_bytes + gaps)
-        for parameter, dtype in kinds.items():
+        for parameter in self._parameters:
             self._gradients[parameter] = self.zeros(to_local(parameter).shape, dtype=dtype)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

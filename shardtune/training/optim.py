@@ -41,7 +41,7 @@ def build_optimizer(
     Its step ends when every replica has the new weights. `host`: where its states are, if not on
     the device.
     """
-    optimizer = _build_adamw(owned.by_name, config, host)
+    optimizer = _build_adamw(owned, config, host)
     if host:
         host.reserve(moment_bytes(optimizer))
     optimizer.register_step_post_hook(owned.gather)
@@ -49,9 +49,9 @@ def build_optimizer(
 
 
 def _build_adamw(
-    named: Mapping[str, nn.Parameter], config: Config, host: HostStates | None
+    owned: OwnedParameters, config: Config, host: HostStates | None
 ) -> torch.optim.Optimizer:
-    settings, is_lora = config.optimizer, config.lora.rank is not None
+    settings, layout, named = config.optimizer, owned.layout, owned.by_name
     decayed = {
         "params": [(name, p) for name, p in named.items() if p.dim() >= 2],
         "weight_decay": settings.weight_decay,
@@ -59,8 +59,7 @@ def _build_adamw(
     others = {"params": [(n, p) for n, p in named.items() if p.dim() < 2], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
     common: Any = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
-    # Adapters are float32, with float32 moments.
-    if is_lora or (settings.name == "adamw" and config.model.master_dtype == "float32"):
+    if layout.optimizer == "adamw" and layout.master_dtype == "float32":
         if host:
             return HostAdamW(groups, **common, host=host)
         return torch.optim.AdamW(groups, **common, fused=True)
@@ -68,8 +67,8 @@ def _build_adamw(
         groups,
         **common,
         seed=config.run.seed,
-        eight_bit=settings.name == "adamw8bit",
-        master=DTYPES[config.model.master_dtype],
+        eight_bit=layout.optimizer == "adamw8bit",
+        master=DTYPES[layout.master_dtype],
         host=host,
     )
 

@@ -32,7 +32,7 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
                 torch.cuda.set_device(world.device)  # each thread has its own
             # The schedule is the same on every rank, so no rank sends another one an index.
             for step in schedule.steps():
-                shares = step.micro_batches(cost, world.data_rank, world.data_ranks, rows)
+                shares = step.micro_batches(cost, world.data_rank, world.layout.data_ranks, rows)
                 batches = [
                     build_batch(dataset, sequences, context.is_flat, world.share).to(world.device)
                     for sequences in shares

@@ -19,11 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
-from shardtune.model.build import widest_gradient
-from shardtune.model.fsdp_groups import Group, gradient_dtype, groups_of, move_slices
+from shardtune.model.fsdp_groups import Group, groups_of, move_slices
 from shardtune.model.masters import take_master
 
 
@@ -40,25 +38,25 @@ class OwnedParameters:
         shared: the one that the first stage has as embedding and the last one as head.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Config, world: World) -> None:
+    def __init__(self, model: PreTrainedModel, world: World) -> None:
         """`model` comes from `build_model` or, without storage, from `build_on_meta`."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._world, is_meta = world, any(p.is_meta for p in model.parameters())
-        needs_groups = world.replicas > 1 or config.optimizer.offload
+        self._world, self.layout = world, world.layout
+        is_meta = any(p.is_meta for p in model.parameters())
+        needs_groups = self.layout.replicate > 1 or self.layout.offloads
         # FSDP2 may move its slices once, before the first forward. Parts of the old ones would be
         # right until a checkpoint is loaded into the new ones.
         if needs_groups and not is_meta:
             move_slices(model)
         parts = {p: p for p in trained.values()}
-        if world.replicas > 1:
-            widest = widest_gradient(config)
-            parts = {p: _own_part(cast(DTensor, p), widest, world) for p in parts}
+        if self.layout.replicate > 1:
+            parts = {p: _own_part(cast(DTensor, p), world) for p in parts}
         self._slices: dict[torch.Tensor, nn.Parameter] = {
             part: each for each, part in parts.items()
         }
         self.by_name: dict[str, nn.Parameter] = {name: parts[p] for name, p in trained.items()}
         self.shared: nn.Parameter | None = None
-        is_at_an_end = world.stages > 1 and (world.stage == 0 or world.is_last_stage)
+        is_at_an_end = world.layout.stages > 1 and (world.stage == 0 or world.is_last_stage)
         if is_at_an_end and model.all_tied_weights_keys:
             self.shared = parts.get(cast(Any, model.get_input_embeddings()).weight)
         self.by_group: list[tuple[Group, list[nn.Parameter]]] = []
@@ -67,15 +65,15 @@ class OwnedParameters:
             pairs = [(each, parts[each]) for each in group.slices if each in parts]
             if pairs:
                 self.by_group.append((group, [part for _, part in pairs]))
-            if pairs and world.replicas > 1:
-                divided = _DividedGroup(pairs, DTYPES[config.model.reduce_dtype], world)
+            if pairs and self.layout.replicate > 1:
+                divided = _DividedGroup(pairs, DTYPES[self.layout.reduce_dtype], world)
                 group.add_replicas = divided.reduce
                 self._divided.append(divided)
 
     def take_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the master that was read or drawn with its slice, if the device has it rounded."""
         values = take_master(self._slices[parameter])
-        if values is None or self._world.replicas == 1:
+        if values is None or self.layout.replicate == 1:
             return values
         return _rows_of(values, self._world)
 
@@ -93,7 +91,7 @@ class _DividedGroup:
     ) -> None:
         """`pairs`: slices, and this rank's parts of them."""
         self._pairs, self._reduce_dtype = pairs, reduce_dtype
-        self._replicas, self._progress = world.replicas, world.progress
+        self._replicas, self._progress = world.layout.replicate, world.progress
         self._process_group = world.mesh["replicate"].get_group()
 
     @torch.no_grad()
@@ -141,7 +139,7 @@ class _DividedGroup:
         return _part_rows(local, self._replicas) * math.prod(local.shape[1:])
 
 
-def _own_part(each: DTensor, widest: torch.dtype, world: World) -> nn.Parameter:
+def _own_part(each: DTensor, world: World) -> nn.Parameter:
     """Return this rank's part of its slice of a weight, as a view of it."""
     # Parts are cut from slices, and slices of spread experts from each rank's experts.
     mesh = world.meshes.of_parts[each.device_mesh.mesh_dim_names or ()]
@@ -155,13 +153,14 @@ def _own_part(each: DTensor, widest: torch.dtype, world: World) -> nn.Parameter:
         stride=each.stride(),
     )
     parameter = nn.Parameter(part)
-    parameter.grad_dtype = gradient_dtype(each, widest)
+    parameter.grad_dtype = DTYPES[world.layout.gradient_dtype]
     return parameter
 
 
 def _rows_of(local: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's part of a slice."""
-    rows, replica = _part_rows(local, world.replicas), world.mesh.get_local_rank("replicate")
+    rows = _part_rows(local, world.layout.replicate)
+    replica = world.mesh.get_local_rank("replicate")
     return local[replica * rows : (replica + 1) * rows]
 
 

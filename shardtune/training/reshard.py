@@ -28,14 +28,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardtune.config import Config
 from shardtune.distributed.host_memory import available_memory
-from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.layout import BYTES, Layout
+from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import compute_dtype, widest_gradient
 from shardtune.model.experts import gathered_numel
-from shardtune.model.fsdp_groups import gathered_groups, gradient_dtype
+from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.training.states import StateBytes
 from shardtune.units import gb
 
@@ -73,7 +72,7 @@ class KeptBytes(NamedTuple):
     sums: int
 
 
-def kept_bytes(model: Any, config: Config, world: World) -> KeptBytes:
+def kept_bytes(model: Any, layout: Layout) -> KeptBytes:
     """Return what a rank keeps of all parameters that it gathers and of their gradients.
 
     The gradients of a rank that reduces with no other take none, since they replace the sharded
@@ -81,22 +80,17 @@ def kept_bytes(model: Any, config: Config, world: World) -> KeptBytes:
     """
     groups = gathered_groups(model).values()
     trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
-    compute = compute_dtype(config.model.compute_dtype, world.device)
-    reduce_bytes, widest = DTYPES[config.model.reduce_dtype].itemsize, widest_gradient(config)
-    gradients = 0 if world.stage_ranks == 1 else trained * reduce_bytes
-    sums = sum(
-        to_local(p).numel() * gradient_dtype(p, widest).itemsize
-        for p in model.parameters()
-        if p.requires_grad
-    )
-    others = sums * (world.replicas - 1) // world.replicas
-    parameters = [sum(map(gathered_numel, group)) * compute.itemsize for group in groups]
+    gradients = 0 if layout.stage_ranks == 1 else trained * BYTES[layout.reduce_dtype]
+    own = sum(to_local(p).numel() for p in model.parameters() if p.requires_grad)
+    sums = own * BYTES[layout.gradient_dtype]
+    others = sums * (layout.replicate - 1) // layout.replicate
+    compute_bytes = BYTES[layout.compute_dtype]
+    parameters = [sum(map(gathered_numel, group)) * compute_bytes for group in groups]
     return KeptBytes(parameters, gradients, others)
 
 
 def choose_reshard_policy(
     model: Any,
-    config: Config,
     state: StateBytes,
     saved: ReshardPolicy | None,
     world: World,
@@ -109,28 +103,28 @@ def choose_reshard_policy(
     have room, by the plan, which knows the activations.
     """
     # Stages differ, and one decision about gradients holds for all.
-    own = kept_bytes(model, config, world)
+    layout = world.layout
+    own = kept_bytes(model, layout)
     gradients, sums = map(max, zip(*world.all_gather_json(own[1:]), strict=True))
     kept = KeptBytes(own.parameters, gradients, sums)
-    micro_batches = config.train.gradient_accumulation_steps
     # The sharded gradients and the optimizer's state are not allocated yet.
     free = min(world.all_gather_json(_free_bytes(world) - state.gradients - state.optimizer))
     policy, room, room_for_parameters = decide(
-        kept, free, micro_batches, fixed_policy(config, world) or saved, planned_groups
+        kept, free, layout.micro_batches, fixed_policy(layout) or saved, planned_groups
     )
     policy.keep_gathered(model)
     if any(kept.parameters):
-        made = "whole on each rank, copied" if world.mesh["shard"].size() == 1 else "gathered"
+        made = "whole on each rank, copied" if layout.shards == 1 else "gathered"
         logger.info(
-            f"Parameters: {made} {_when(policy, kept, world)} "
+            f"Parameters: {made} {_when(policy, kept, layout)} "
             f"({gb(sum(kept.parameters), 2)} GB unsharded, "
             f"room for {gb(room_for_parameters, 2)} GB)"
         )
     else:
         logger.info("Parameters: whole on each rank, not copied")
-    if micro_batches > 1 and world.stage_ranks > 1:
+    if layout.micro_batches > 1 and layout.stage_ranks > 1:
         reduced = "once a step" if policy.keep_gradients else "in each micro-batch"
-        if world.replicas > 1 and not policy.keep_gradients:
+        if layout.replicate > 1 and not policy.keep_gradients:
             when = "once a step" if policy.keep_sums else "as often"
             reduced += f", between replicas {when}"
         reason = "as before the resume" if saved else f"room for {gb(room, 2)} GB"
@@ -139,27 +133,27 @@ def choose_reshard_policy(
     return policy
 
 
-def _when(policy: ReshardPolicy, kept: KeptBytes, world: World) -> str:
+def _when(policy: ReshardPolicy, kept: KeptBytes, layout: Layout) -> str:
     once, always = "once a step", "in each forward and each backward"
     number, groups = policy.kept_groups, len(kept.parameters)
     if number in (0, groups):
         return once if number else always
-    stage = " of the first stage" if world.stages > 1 else ""
+    stage = " of the first stage" if layout.stages > 1 else ""
     size = f"{gb(sum(kept.parameters[:number]), 2)} GB"
     return f"{once} in {number} of {groups} groups{stage} ({size}), {always} in the others"
 
 
-def fixed_policy(config: Config, world: World) -> ReshardPolicy | None:
+def fixed_policy(layout: Layout) -> ReshardPolicy | None:
     """Return what a rank keeps of its gradients that reduces with no other, whatever the memory.
 
     None where ranks share a stage, so that the free memory decides.
     """
-    if world.stage_ranks > 1:
+    if layout.stage_ranks > 1:
         return None
     # One rank sums gradients that it does not keep in the dtype of the sharded ones.
-    is_alike = config.model.reduce_dtype == "float32"
+    is_alike = layout.reduce_dtype == "float32"
     # In host memory they take no room. Else those that are kept take the place of sharded ones.
-    keep_gradients = not config.optimizer.offload if is_alike else world.size > 1
+    keep_gradients = not layout.offloads if is_alike else layout.ranks > 1
     return ReshardPolicy(kept_groups=0, keep_gradients=keep_gradients)
 
 

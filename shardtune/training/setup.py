@@ -23,22 +23,21 @@ from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.assets import SOURCE, links_out_of, list_source, model_assets
 from shardtune.checkpoint.export.layout import require_exportable, require_index
 from shardtune.checkpoint.run_dir import open_run_dir
-from shardtune.config import Config, TrainConfig
+from shardtune.config import Config
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData, read_chat_template
 from shardtune.data.schedule import Cost, Position, Schedule, source_weights
 from shardtune.distributed.join import describe
-from shardtune.distributed.layout import rows_per_step
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.older_torch import untried_versions
 from shardtune.distributed.progress import Phase
-from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of, counted
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
 from shardtune.model.attention_check import require_documents_apart
-from shardtune.model.build import compute_dtype, require_trainable
+from shardtune.model.build import require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
 from shardtune.model.quantised import describe_quantised
@@ -76,7 +75,7 @@ def start_logging(config: Config, world: World) -> None:
         )
     for remark in (*untried_versions(), *remarks(config)):
         logger.info(remark)
-    if config.optimizer.offload and world.device.type == "cpu":
+    if config.optimizer.offload and not world.layout.is_gpu:
         logger.info("optimizer.offload=true moves nothing: a CPU has no other memory")
 
 
@@ -123,7 +122,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     """
     config, world = run.config, run.world
     world.progress.enter(Phase.PREPARING_DATA)
-    with weights_fit(config):
+    with weights_fit(world.layout):
         model_config, *_ = world.run_on_all_ranks(
             lambda: all_of(
                 lambda: _read_trainable(config, world),
@@ -131,8 +130,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
                 lambda: require_packages(config.logging) if world.is_main else None,
             )
         )
-        world.on_rank0(lambda: require_documents_apart(config, model_config))
-        world.on_rank0(lambda: require_composable(config, model_config))
+        world.on_rank0(lambda: require_documents_apart(world.layout, model_config))
+        world.on_rank0(lambda: require_composable(world.layout, model_config))
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
@@ -221,16 +220,16 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
         max_length=config.data.max_length,
         packing=config.data.packing,
         seed=config.run.seed,
-        rows_per_step=rows_per_step(world.size, config),
+        rows_per_step=world.layout.rows_per_step,
         epochs=train.epochs,
         max_steps=train.max_steps,
         start=Position(state["step"], state["epoch"], state["row"]),
         weights=source_weights(config.data),
     )
-    if schedule.rows_per_epoch < world.data_ranks:
+    if schedule.rows_per_epoch < world.layout.data_ranks:
         raise UserError(
             f"an epoch has {counted(schedule.rows_per_epoch, 'row')} and the run "
-            f"{counted(world.data_ranks, 'data rank')} - add data or weight, lower "
+            f"{counted(world.layout.data_ranks, 'data rank')} - add data or weight, lower "
             "data.max_length, set data.packing=false, use fewer ranks, or let more of them share "
             "each row (parallel.context)"
         )
@@ -243,16 +242,15 @@ def _describe_schedule(
     config: Config, data: PreparedData, schedule: Schedule, world: World
 ) -> Iterator[str]:
     """Yield a line for each number that the configuration and the data give, with its formula."""
-    train, model, scheduler = config.train, config.model, config.scheduler
+    layout, scheduler = world.layout, config.scheduler
     total, rows = schedule.total_steps, schedule.rows_per_epoch
     yield from _describe_sources(config, data, schedule)
     if not data.eval:
         yield "Evaluation is skipped: neither data.eval nor data.eval_fraction names any data"
-    dtype = dtype_name(compute_dtype(model.compute_dtype, world.device))
-    master = model.master_dtype if config.lora.rank is None else "float32"  # of adapters
     yield (
-        f"Precision: {dtype} in forward and backward (model.compute_dtype={model.compute_dtype}), "
-        f"{master} weights and updates, gradients reduced in {model.reduce_dtype}"
+        f"Precision: {layout.compute_dtype} in forward and backward "
+        f"(model.compute_dtype={config.model.compute_dtype}), {layout.master_dtype} weights and "
+        f"updates, gradients reduced in {layout.reduce_dtype}"
     )
     tokens = schedule.sum_by_source(data.train.lengths).sum()
     fill = tokens / (rows * config.data.max_length)
@@ -271,9 +269,9 @@ def _describe_schedule(
         f"then {scheduler.name}: {last_lr:.3g} at step {total}"
     )
     yield (
-        f"Effective batch size: {train.micro_batch_size} (micro-batch) x "
-        f"{train.gradient_accumulation_steps} (accumulation) x {world.data_ranks} "
-        f"({'ranks' if world.data_ranks == world.size else 'data ranks'}) = "
+        f"Effective batch size: {layout.micro_batch_size} (micro-batch) x "
+        f"{layout.micro_batches} (accumulation) x {layout.data_ranks} "
+        f"({'ranks' if layout.data_ranks == layout.ranks else 'data ranks'}) = "
         f"{schedule.rows_per_step}"
     )
     yield (
@@ -357,9 +355,9 @@ def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: C
         step=resumed.step if resumed else 0,
         total_steps=schedule.total_steps,
         world_size=world.size,
-        data_ranks=world.data_ranks,
-        micro_batch_size=config.train.micro_batch_size,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        data_ranks=world.layout.data_ranks,
+        micro_batch_size=world.layout.micro_batch_size,
+        gradient_accumulation_steps=world.layout.micro_batches,
         epoch=schedule.start.epoch,
         row=schedule.start.row,
         row_cost=asdict(row_cost),
@@ -396,18 +394,17 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
             f"{gb(fullest.host_gradients, 2)} GB gradients + "
             f"{gb(fullest.host_optimizer, 2)} GB optimizer"
         )
-    if config.model.activation_checkpointing == "offload":
+    if world.layout.checkpointing == "offload":
         is_cpu = world.device.type == "cpu"
         where = "in the same memory on a CPU" if is_cpu else "in pinned host memory"
         logger.info(f"Activation checkpointing: full, with the layers' inputs {where}")
-    if world.stages > 1:
-        logger.info(_describe_stages(layers_of_stages(whole, world.stages), config.train))
+    if world.layout.stages > 1:
+        logger.info(_describe_stages(layers_of_stages(whole, world.layout.stages), world.layout))
 
 
-def _describe_stages(layers: list[range], train: TrainConfig) -> str:
+def _describe_stages(layers: list[range], layout: Layout) -> str:
     """Return a line with the layers of each stage, the idle share of a step, and its remedy."""
-    stages, rows = len(layers), train.micro_batch_size
-    micro_batches = train.gradient_accumulation_steps
+    stages, rows, micro_batches = len(layers), layout.micro_batch_size, layout.micro_batches
     parts = " and ".join(f"{part[0]}-{part[-1]}" for part in layers)
     idle = idle_share(stages, micro_batches)
     line = (

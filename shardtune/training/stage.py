@@ -17,13 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardtune.config import Config
 from shardtune.data.batch import Batch
 from shardtune.distributed.meshes import Link
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.model.attention import documents
-from shardtune.model.build import compute_dtype
 from shardtune.model.loss import summed_loss
 from shardtune.training.replica_shards import OwnedParameters
 
@@ -50,12 +48,10 @@ def idle_share(stages: int, micro_batches: int) -> float:
 class Stage:
     """This rank's layers, and the ranks that it receives from and sends to."""
 
-    def __init__(
-        self, model: PreTrainedModel, owned: OwnedParameters, config: Config, world: World
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, owned: OwnedParameters, world: World) -> None:
         self._model, self._owned, self._world = model, owned, world
         # Of hidden states between layers.
-        self._dtype = compute_dtype(config.model.compute_dtype, world.device)
+        self._dtype = DTYPES[world.layout.compute_dtype]
         self._before, self._behind = world.meshes.before, world.meshes.behind
         # Received hidden states and output of each micro-batch whose backward is to come.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
@@ -63,7 +59,7 @@ class Stage:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._shared_weight, self._other_owner = owned.shared, 0
         if self._shared_weight is not None:
-            last_stage_begins = world.size - world.stage_ranks
+            last_stage_begins = world.size - world.layout.stage_ranks
             self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
 
     def passes(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
@@ -78,7 +74,7 @@ class Stage:
                 yield current
 
     def _order(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
-        ahead, last = self._world.stages - 1 - self._world.stage, len(micro_batches) - 1
+        ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
         waiting: deque[tuple[int, Batch]] = deque()
         for number, batch in enumerate(micro_batches):
             yield Pass(number, batch, is_forward=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from shardtune.config import Config
+from shardtune.distributed.layout import BYTES, Layout
 from shardtune.distributed.tensors import DTYPES, to_local
-from shardtune.model.build import widest_gradient
-from shardtune.model.fsdp_groups import gathered_groups, gradient_dtype
+from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
 
@@ -44,22 +43,22 @@ class StateBytes:
 
 
 def state_bytes(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: Config
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, layout: Layout
 ) -> StateBytes:
     """Compute what the state takes after the first step; nothing is allocated."""
-    widest, trained = widest_gradient(config), _trained(optimizer)
-    gradients = sum(to_local(p).numel() * gradient_dtype(p, widest).itemsize for p in trained)
+    trained, gradient_bytes = _trained(optimizer), BYTES[layout.gradient_dtype]
+    gradients = sum(to_local(p).numel() for p in trained) * gradient_bytes
     moments = moment_bytes(optimizer)
     parameters = sum(map(_local_bytes, model.parameters()))
     steps = 4 * len(trained)  # each has the number of its step
-    if not config.optimizer.offload:
+    if not layout.offloads:
         return StateBytes(parameters, gradients, moments + steps)
     # A group's gradients leave the device while those of the next one are reduced.
     groups = (filter(_is_trained, group) for group in gathered_groups(model).values())
     largest = max(sum(to_local(p).numel() for p in group) for group in groups)
-    master = DTYPES[config.model.master_dtype]
+    master = DTYPES[layout.master_dtype]
     masters = sum(to_local(p).numel() * master.itemsize for p in trained if p.dtype != master)
-    in_flight = 2 * largest * widest.itemsize
+    in_flight = 2 * largest * gradient_bytes
     return StateBytes(parameters, in_flight, steps, masters, gradients, moments)
 
 

@@ -60,7 +60,7 @@ class Stragglers(StepObserver):
 
     def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
         seconds_of = [[each[name] for name in STEP_PHASES] for each in means]
-        rank, ratio, phase = slowest(seconds_of, self._world.stage_ranks)
+        rank, ratio, phase = slowest(seconds_of, self._world.layout.stage_ranks)
         host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
         is_slow = ratio > _LOG_ABOVE
         if is_slow and self._suspect == rank:  # one report may be chance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def load(
     file = folder / "small.yaml"
     file.write_text(text, encoding="utf-8")
     return load_config(file, assignments, environ or {})
+
+
+def configured(*assignments: str) -> Config:
+    """Return the configuration of a model and data that are not read."""
+    return load_config(os.devnull, ["model.path=unread", "data.train=unread", *assignments], {})
 
 
 def value(config: Config, key: str) -> Any:

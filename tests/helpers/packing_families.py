@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from helpers.commands import REPOSITORY
 from helpers.tiny_models import VOCABULARY
 from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
 from shardtune.model.attention_check import Attention, LogitsTrial, decide_attention
 
 SMALL = {
@@ -156,5 +157,5 @@ def decided(model: Any, *assignments: str) -> Attention:
     given = ["model.path=unread", "data.max_length=128", *assignments]
     config, cpu = load_config(REPOSITORY / "examples/demo.yaml", given, {}), torch.device("cpu")
     model.config.use_cache = False
-    trial = LogitsTrial(model, config, cpu, lambda leak: [leak])
-    return decide_attention(model, config, config.data.max_length, cpu, trial)
+    trial = LogitsTrial(model, Layout.of(config), cpu, lambda leak: [leak])
+    return decide_attention(model, Layout.of(config), config.data.max_length, cpu, trial)

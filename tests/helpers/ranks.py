@@ -23,6 +23,7 @@ from conftest import REPOSITORY
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.world import World
@@ -206,7 +207,7 @@ def world_of(rank: int, size: int, store: dist.Store) -> World:
     """A rank, each a node of its own, that can agree with the others of the store, and do nothing
     else with them."""
     cpu = torch.device("cpu")
-    return World(rank, size, 0, 1, rank, cpu, Meshes(cast(Any, None)), store, Progress(cpu))
+    return World(rank, Layout(size), 0, 1, rank, cpu, Meshes(cast(Any, None)), store, Progress(cpu))
 
 
 def _be_rank(

@@ -132,7 +132,7 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def compare(config: Config, out: Path) -> None:
     """On a rank: loss and gradients of each family against the oracle, computed before it is
     sharded."""
-    world, reports = join_world(config.distributed), {}
+    world, reports = join_world(config), {}
     for family, (settings, reason, is_last) in FAMILIES.items():
         for checkpointing in (False, True) if family in CHECKPOINTED else (False,):
             model, name = a_model(family, settings), f"{family} {checkpointing}"
@@ -160,10 +160,10 @@ def difference(
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, config, world, MixedPrecisionPolicy())
+    shard(model, world, MixedPrecisionPolicy())
     lines: list[str] = []
     with patch.object(logger, "info", lines.append):
-        assert choose_attention(model, config, max(LENGTHS), world)
+        assert choose_attention(model, max(LENGTHS), world)
     at_once = use_loss_head(model, world.device)
     loss = summed_loss(model, batch)
     loss.backward()
@@ -203,11 +203,11 @@ def by_table(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
 def check_documents(models: dict[str, Path], config: Config, usual: Config) -> None:
     """On a rank: models that can be packed pass, also where their kernels round differently, and
     others do not."""
-    world = join_world(config.distributed)
+    world = join_world(config)
 
     def sharded(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model.config.use_cache = False
-        shard(model, config, world, MixedPrecisionPolicy(param_dtype=dtype))
+        shard(model, world, MixedPrecisionPolicy(param_dtype=dtype))
         return model
 
     def loaded(path: Path) -> PreTrainedModel:
@@ -218,13 +218,13 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
             rf"{model.config.model_type} lets a packed document see .* use .*data\.packing=false"
         )
         with pytest.raises(RunFailed, match=refusal):
-            choose_attention(model, how, how.data.max_length, world)
+            choose_attention(model, how.data.max_length, world)
 
     for dtype in torch.float32, torch.bfloat16:
         for path in models.values():
             for how, attention in (config, "documents"), (usual, "sdpa"):
                 model = sharded(loaded(path), dtype)
-                assert choose_attention(model, how, how.data.max_length, world)
+                assert choose_attention(model, how.data.max_length, world)
                 assert model.training
                 assert model.config._attn_implementation == attention
         check_refused(sharded(small_opt(), dtype), usual)
@@ -250,7 +250,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     deep.register_forward_hook(
         lambda module, arguments, output: outputs.append(output.logits[0, -16:].float())
     )
-    assert choose_attention(deep, usual, usual.data.max_length, world)
+    assert choose_attention(deep, usual.data.max_length, world)
     assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
 
 

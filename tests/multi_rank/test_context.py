@@ -181,7 +181,7 @@ def try_attention(model: Path, folder: Path) -> None:
     """On a rank: let a model attend that counts places from the beginning of what it is given."""
     more = ["parallel.context=2", "data.max_length=64", "model.compute_dtype=float32"]
     config = config_for(model, folder, *more)
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     built = build_model(config, AutoConfig.from_pretrained(model), world)
 
     def count_from_own_begin(_: Any, given: Any, named: dict[str, Any]) -> Any:
@@ -190,7 +190,7 @@ def try_attention(model: Path, folder: Path) -> None:
 
     built.register_forward_pre_hook(count_from_own_begin, with_kwargs=True)
     with pytest.raises(RunFailed, match=r"parallel\.context=2 .* change without the mask"):
-        choose_attention(built, config, 64, world)
+        choose_attention(built, 64, world)
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from helpers.chats import write_jsonl
+from helpers.configs import configured
 from helpers.documented import require_error_line
 from helpers.moe_families import FAMILIES, build
 from helpers.plain_training import (
@@ -30,7 +31,6 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from transformers import PreTrainedTokenizerFast
 
-from shardtune.config import DistributedConfig, ParallelConfig
 from shardtune.distributed.join import join_world
 from shardtune.model.experts import ExpertExchange
 from shardtune.training.reshard import ReshardPolicy
@@ -302,7 +302,7 @@ def routed_tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def exchange() -> None:
-    world = join_world(DistributedConfig(), ParallelConfig(expert=2))
+    world = join_world(configured("parallel.expert=2"))
     assert world.expert_mesh
     mesh, experts = world.expert_mesh["expert"], Experts(2 * world.rank)
     tokens, choices, weights = routed_tokens(world.rank)

@@ -27,10 +27,10 @@ from shardtune.training.replica_shards import OwnedParameters
 
 def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     """Give the sharded model these gradients; clip them twice; then make two values not finite."""
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     given = load_file(gradients)
-    owned = OwnedParameters(model, config, world)
+    owned = OwnedParameters(model, world)
     parameters, optimizer = owned.by_name.values(), build_optimizer(owned, config)
     for name, parameter in owned.by_name.items():
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)

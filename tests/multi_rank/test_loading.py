@@ -71,7 +71,7 @@ def load(config: Config, tiny: Config, out: Path, is_compared: bool) -> None:
 
     A tiny one before it imports the modules that both need.
     """
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     build_model(tiny, AutoConfig.from_pretrained(tiny.model.path), world)
     model_config = AutoConfig.from_pretrained(config.model.path)
     torch.distributed.barrier()
@@ -90,7 +90,7 @@ def load(config: Config, tiny: Config, out: Path, is_compared: bool) -> None:
 
 
 def compare_loaded(config: Config) -> None:
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     loaded = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     expected = dict(chain(plain.named_parameters(), plain.named_buffers()))

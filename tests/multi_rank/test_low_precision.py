@@ -25,8 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig
 
-from shardtune.config import Config, ParallelConfig
+from shardtune.config import Config
 from shardtune.distributed.join import join_world
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import copy_slice, to_local
@@ -80,7 +81,8 @@ def update_on_meshes(out: Path) -> None:
 def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tensor]:
     """`mesh`: of FSDP2; of two dimensions, the first one's replicas divide moments, too."""
     model = Weights()
-    world: Any = SimpleNamespace(replicas=1, stages=1)
+    layout = Layout(4, master_dtype="bfloat16", replicate=mesh[0] if len(mesh or ()) == 2 else 1)
+    world: Any = SimpleNamespace(layout=layout)
     if mesh == "strided":  # whole experts spread over one dimension, and sharded over the other
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
         model.stack = nn.Parameter(
@@ -89,9 +91,8 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
         fully_shard(model, mesh=grid["shard"], mp_policy=MixedPrecisionPolicy())
     elif mesh is not None:
         if len(mesh) == 2:
-            world.replicas, world.progress = mesh[0], Progress(torch.device("cpu"))
-        parallel = ParallelConfig(replicate=world.replicas)
-        world.meshes = build_meshes(torch.device("cpu"), 4, parallel)
+            world.progress = Progress(torch.device("cpu"))
+        world.meshes = build_meshes(torch.device("cpu"), layout)
         world.mesh = world.meshes.mesh
         fully_shard(
             model,
@@ -101,11 +102,7 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
                 Shard(p.dim() - 1) if p is model.stack and dimension else None
             ),
         )
-    config: Any = SimpleNamespace(
-        model=SimpleNamespace(master_dtype="bfloat16", reduce_dtype="float32"),
-        optimizer=SimpleNamespace(offload=False),
-    )
-    owned = OwnedParameters(model, config, world)
+    owned = OwnedParameters(model, world)
     optimizer = LowPrecisionAdamW(
         [{"params": list(owned.by_name.items()), "weight_decay": 0.1}],
         lr=1e-3,
@@ -218,10 +215,10 @@ def test_a_checkpoint_resumes_on_another_mesh(models: dict[str, Path], tmp_path:
 
 def measure_bytes(config: Config, out: Path) -> None:
     """Count the bytes of all tensors of a rank after a step, and those that were said before it."""
-    world = join_world(config.distributed)
+    world = join_world(config)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
-    optimizer = build_optimizer(OwnedParameters(model, config, world), config)
-    said = state_bytes(model, optimizer, config)
+    optimizer = build_optimizer(OwnedParameters(model, world), config)
+    said = state_bytes(model, optimizer, world.layout)
     ids = torch.arange(12)[None]
     model(input_ids=ids, position_ids=ids).logits.sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]

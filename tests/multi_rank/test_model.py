@@ -44,7 +44,7 @@ def every_tensor(model: Any) -> Tensors:
 def report_models(configs: dict[str, Config], out: Path) -> None:
     """On a rank: build each model, and write its whole tensors and what is left of it on this
     rank."""
-    world = join_world(next(iter(configs.values())).distributed)
+    world = join_world(next(iter(configs.values())))
     for name, config in configs.items():
         model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
         parameters = list(model.parameters())
@@ -188,7 +188,7 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 def report_memory(configs: list[Config], out: Path) -> None:
     """On a rank: the most memory that building each model took, the first to warm up."""
-    world = join_world(configs[0].distributed)
+    world = join_world(configs[0])
     sources = [AutoConfig.from_pretrained(config.model.path) for config in configs]
     grown = [
         peak_growth(partial(build_model, config, source, world))
@@ -226,7 +226,7 @@ def test_no_rank_holds_the_whole_model_while_building(models, tmp_path):
 
 def count_forwards(configs: list[Config], out: Path) -> None:
     """On a rank: how often a layer computes in one step."""
-    world = join_world(configs[0].distributed)
+    world = join_world(configs[0])
     counts = []
     for config in configs:
         model, calls = build_model(config, AutoConfig.from_pretrained(config.model.path), world), []

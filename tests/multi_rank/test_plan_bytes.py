@@ -101,9 +101,9 @@ def configured(assignments: list[str]) -> Config:
 def take_a_step(family: str, assignments: list[str], policy: list[int]) -> None:
     """On a rank: write what it holds after a step, and what it sent in it."""
     config = configured(assignments)
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     model = build_model(config, small(family), world)
-    owned, reshard = OwnedParameters(model, config, world), ReshardPolicy(*policy)
+    owned, reshard = OwnedParameters(model, world), ReshardPolicy(*policy)
     optimizer = build_optimizer(owned, config)
     model.set_attn_implementation("documents")
     use_loss_head(model, world.device)

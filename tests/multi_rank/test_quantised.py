@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 def load(config: Config) -> None:
     """On a rank: build the model, and compare it with what transformers makes of the files."""
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     model = build_model(config, read_model_config(config.model, 128), world)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     dtype = (frozen or list(model.parameters()))[0].dtype
@@ -64,7 +64,7 @@ def load(config: Config) -> None:
     for name, parameter in loaded.items():
         assert isinstance(parameter, DTensor) and parameter.dtype == dtype
         assert torch.equal(parameter.full_tensor(), expected[name]), name
-    assert world.stages > 1 or loaded.keys() == expected.keys()
+    assert world.layout.stages > 1 or loaded.keys() == expected.keys()
 
 
 LORA = ("lora.rank=2", "lora.targets=all-linear")
@@ -253,7 +253,7 @@ LARGE = {
 
 def load_large(config: Config, small: Config) -> None:
     """On a rank: load a small model, and then the large one in a little more than its share."""
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     build_model(small, read_model_config(small.model, 128), world)
     model_config = read_model_config(config.model, 128)
     torch.distributed.barrier()

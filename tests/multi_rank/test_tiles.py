@@ -43,7 +43,7 @@ def test_tiles_have_the_gradients_of_whole_rows(
 
 def _compare(family: str, assignments: list[str]) -> None:
     config = load_config(Path("/dev/null"), [*GIVEN, *assignments], {})
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     plain = build(family)
     model = build_model(config, plain.config, world)
     plain.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()}, strict=False)
@@ -65,7 +65,7 @@ def _compare(family: str, assignments: list[str]) -> None:
     torch.testing.assert_close(reduced, total.detach(), rtol=1e-6, atol=0)
     expected = {name: p.grad for name, p in plain.named_parameters()}
     for name, parameter in model.named_parameters():
-        own = parameter.grad.full_tensor() * world.stage_ranks
+        own = parameter.grad.full_tensor() * world.layout.stage_ranks
         torch.testing.assert_close(own, expected[name], rtol=1e-4, atol=2e-6, msg=name)
 
 

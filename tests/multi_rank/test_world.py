@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import configured
 from helpers.ranks import on_nodes, on_ranks
 
 import shardtune.distributed.world
-from shardtune.config import DistributedConfig
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.distributed.world import World
@@ -66,7 +66,7 @@ def agree(world: World) -> None:
 
 def take_part(work: Any) -> None:
     def main() -> None:
-        world = join_world(DistributedConfig())
+        world = join_world(configured())
         setup_logging(world.is_main, world.is_node_main)
         work(world)
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from shardtune.__main__ import run
+from shardtune.distributed.layout import Layout
 from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import with_layers
@@ -146,7 +147,7 @@ def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
 ) -> None:
     config = configured(*assignments)
     plan = make_plan(config, model_config, Machine(1, 8, 8e9, 1, 1, 1, is_gpu=False))
-    with fake_world(1, 8, config) as world:
+    with fake_world(Layout.of(config, 8), 8) as world:
         model = build_on_meta(config, model_config, world)
         assert plan.peak_bytes < bound_bytes(model, config, plan.states, world)
 
@@ -169,5 +170,5 @@ def test_an_estimate_copies_no_weights_that_a_simulated_step_does_not(
     wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
     config = configured("data.max_length=64", *assignments)
     plan = make_plan(config, wide, Machine(1, 1, 8e9, 1, 1, 1))
-    estimate, _ = rough_memory(plan.shapes, 0, config, ranks=1, free=4e9)
+    estimate, _ = rough_memory(plan.shapes, 0, plan.layout, free=4e9)
     assert 0.8 < estimate / plan.allocated_bytes < most

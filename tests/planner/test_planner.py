@@ -34,6 +34,7 @@ from transformers import (
 
 from shardtune.__main__ import run
 from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.model.quantised import piece_bytes
@@ -92,7 +93,7 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
     model_config: PreTrainedConfig, assignments: list[str]
 ) -> None:
     config, policy = configured(*assignments), ReshardPolicy(0, False)
-    with fake_world(2, 4, config) as world:
+    with fake_world(Layout.of(config, 8), 4) as world:
         lengths = cuts(layer_kinds(build_on_meta(config, model_config, world)))
         assert lengths
         short, long, whole = (
@@ -233,7 +234,7 @@ def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
     assert 1 + layers < kept < 1 + layers + layers_with_experts
     assert plan.needed_bytes < plan.peak_bytes
     assert plan.peak_bytes - plan.needed_bytes <= (machine.memory_bytes - plan.needed_bytes) / 2
-    with fake_world(2, 4, config) as world:
+    with fake_world(Layout.of(config, 8), 4) as world:
         measured = simulate(config, model_config, plan.policy, world)
     assert plan.traffic == (measured.step_traffic(4),)
     for phase in ("evaluate", "forward", "backward"):
@@ -289,7 +290,7 @@ def test_the_run_takes_as_many_hours_as_its_steps(
 
     def length(file: Path, *more: str) -> RunLength | str:
         config = load_config(CONFIG, [*given, f"data.train={file}", *more], {})
-        return run_length(config, ranks=2)
+        return run_length(config, Layout.of(config, 2))
 
     counted = length(data)
     assert isinstance(counted, RunLength) and counted.steps == 30
@@ -414,7 +415,7 @@ def test_an_update_holds_weights_gradients_and_moments() -> None:
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=1")
     cut, policy = with_layers(GLM, 2), ReshardPolicy(0, False)
-    with fake_world(1, 4, config) as world:
+    with fake_world(Layout.of(config, 4), 4) as world:
         even, uneven = (simulate(config, cut, policy, world, factor) for factor in (1.0, 2.0))
     assert even.traffic == uneven.traffic
     highest = [max(peak.n_bytes for peak in measured.peaks.values()) for measured in (even, uneven)]
@@ -446,7 +447,7 @@ def test_chunks_of_logits_and_the_workspace_of_attention_are_those_of_the_device
 def test_each_further_micro_batch_sends_as_much() -> None:
     def sent(micro_batches: int) -> int:
         config = configured(f"train.gradient_accumulation_steps={micro_batches}")
-        with fake_world(1, 4, config) as world:
+        with fake_world(Layout.of(config, 4), 4) as world:
             cut, policy = with_layers(LLAMA, 2), ReshardPolicy(0, False)
             return simulate(config, cut, policy, world).step_traffic(micro_batches).total()
 
@@ -458,7 +459,7 @@ def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike()
     """With the ranks of its own groups."""
     config = configured("parallel.stages=4", "train.gradient_accumulation_steps=4")
     plan = make_plan(config, DEEP, MACHINE, reason="-")
-    with fake_world(MACHINE.nodes, MACHINE.ranks_per_node, config, stage=2) as world:
+    with fake_world(MACHINE.layout(config), MACHINE.ranks_per_node, stage=2) as world:
         own = _plan_stage(world, config, DEEP, MACHINE, Simulations(DEEP), "-", tiles=1)
     assert plan.traffic[2] == own.traffic[0] != plan.traffic[1]
 

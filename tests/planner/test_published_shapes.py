@@ -12,6 +12,7 @@ from conftest import REPOSITORY
 
 from benchmarks.plans import CONFIGS, plan_of
 from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.files import read_model_config
 from shardtune.planner.arguments import add_arguments
@@ -41,7 +42,9 @@ def test_a_step_is_simulated_and_its_documents_are_told_apart(name: str) -> None
     assert plan.reason == "" and plan.step_flops
     assert round(plan.parameters / 1e9) == billions
     config = load_config(REPOSITORY / "examples/demo.yaml", [*given, "model.init=random"], {})
-    require_documents_apart(config, read_model_config(config.model, config.data.max_length))
+    require_documents_apart(
+        Layout.of(config), read_model_config(config.model, config.data.max_length)
+    )
 
 
 def test_every_shape_has_a_source() -> None:

@@ -9,6 +9,7 @@ import pytest
 from helpers import packing_families
 from helpers.planned import configured
 
+from shardtune.distributed.layout import Layout
 from shardtune.model.state_layers import state_mixers
 from shardtune.planner import short_rows
 from shardtune.planner.short_rows import shorten_rows
@@ -29,8 +30,8 @@ def delta_rule() -> Any:
 
 def step(model_config: Any, *assignments: str) -> Measured:
     config = configured("parallel.expert=1", *assignments)
-    with fake_world(1, 4, config) as world:
-        return simulate(config, model_config, ReshardPolicy(0, False), world, is_gpu=True)
+    with fake_world(Layout.of(config, 4, is_gpu=True), 4) as world:
+        return simulate(config, model_config, ReshardPolicy(0, False), world)
 
 
 def n_kernels(measured: Measured) -> int:

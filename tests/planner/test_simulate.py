@@ -11,6 +11,7 @@ from helpers.planned import GLM, LLAMA, MACHINE, STEPS, configured
 from torch.distributed.tensor import DTensor
 from transformers import Olmo2Config
 
+from shardtune.distributed.layout import Layout
 from shardtune.model.build import build_on_meta, whole_on_meta
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.plan import Plan, make_plan
@@ -58,9 +59,9 @@ def test_weights_that_a_rank_computes_with_as_they_are_stored_are_not_fsdps(
     ranks: int, assignments: list[str], left_alone: str
 ) -> None:
     config = configured(*assignments)
-    with fake_world(1, ranks, config) as world:
+    with fake_world(Layout.of(config, ranks), ranks) as world:
         model = build_on_meta(config, SHALLOW, world)
-        kept = kept_bytes(model, config, world)
+        kept = kept_bytes(model, world.layout)
     sharded = [p for p in model.parameters() if isinstance(p.data, DTensor)]
     expected = {
         "frozen": [p for p in model.parameters() if p.requires_grad],
@@ -89,7 +90,7 @@ def test_tiles_are_tried_where_a_step_does_not_fit_without(experts: Any, has_exp
 
 def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> None:
     config = configured()
-    with fake_world(1, 4, config) as world:
+    with fake_world(Layout.of(config, 4), 4) as world:
         tried, known = (
             simulate(config, SHALLOW, POLICY, world, is_by_document=is_by_document)
             for is_by_document in (False, True)
@@ -100,7 +101,7 @@ def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> No
 def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with() -> None:
     """Some see windows of longer documents, and some no slices."""
     config, known = configured(), []
-    with fake_world(1, 4, config) as world:
+    with fake_world(Layout.of(config, 4), 4) as world:
         measured = simulate(config, SHALLOW, POLICY, world)
 
     class Simulated(Simulations):
@@ -117,14 +118,14 @@ def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with() ->
         ("lora.rank=4", False),
     ):
         config = configured(assignment)
-        with fake_world(1, 4, config) as world:
+        with fake_world(Layout.of(config, 4), 4) as world:
             whole = whole_on_meta(config, SHALLOW, world)
-            simulations.measure(whole, config, POLICY, world, is_gpu=False)
+            simulations.measure(whole, config, POLICY, world)
         assert known.pop() is is_known, assignment
     by_layer = replace(measured, attention=measured.attention._replace(by_layer=True))
     measured, simulations = by_layer, Simulated(SHALLOW)
-    with fake_world(1, 4, config) as world:
+    with fake_world(Layout.of(config, 4), 4) as world:
         for _ in range(2):
             simulations._measured.clear()
-            simulations.measure(whole, config, POLICY, world, is_gpu=False)
+            simulations.measure(whole, config, POLICY, world)
     assert known == [False, False]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig
 
 from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
 from shardtune.model.build import build_on_meta
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.simulate import fake_world, full_batch, simulate
@@ -34,7 +35,7 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
     config = load_config(Path("/dev/null"), [*given, "data.max_length=64", assignment], {})
     model_config = AutoConfig.for_model(family, **SMALL | FAMILIES.get(family, {}))
     policy = ReshardPolicy(0, False)
-    with fake_world(1, 4, config) as world:
+    with fake_world(Layout.of(config, 4), 4) as world:
         ours = simulate(config, model_config, policy, world, evaluates=False)
         model = build_on_meta(config, model_config, world)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -63,7 +64,11 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
 def test_an_operator_that_dtensor_has_not_met_counts_its_shard_alone() -> None:
     config = load_config(Path("/dev/null"), ["model.path=unread", "data.train=unread"], {})
     tracker = Tracker()
-    with fake_world(1, 4, config) as world, FakeTensorMode(), tracker.following():
+    with (
+        fake_world(Layout.of(config, 4), 4) as world,
+        FakeTensorMode(),
+        tracker.following(),
+    ):
         shard = torch.zeros(1009, 3)  # a shape that no other test has: DTensor remembers it
         sharded = DTensor.from_local(shard, world.meshes.mesh, [Shard(0)], run_check=False)
         tracker.begin("backward", Cause.BACKWARD)

@@ -185,7 +185,7 @@ def test_weights_are_loaded_in_little_more_than_the_gpu_keeps_of_them(
 
 
 def load_and_measure(config: Config) -> None:
-    world = join_world(config.distributed)
+    world = join_world(config)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     sizes = [p.numel() for p in model.parameters()]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.configs import configured
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.pretended import needs_compiler, on_gpus
 from pretend_gpu.trace import trace_of
 from transformers import AutoConfig
 
-from shardtune.config import DistributedConfig, ParallelConfig
 from shardtune.distributed.join import join_world
 
 pytestmark = needs_compiler
@@ -91,8 +91,8 @@ def test_reductions_have_groups_of_their_own_that_time_out_with_the_others(tmp_p
 
 def write_groups() -> None:
     """On a rank: write the ranks of each group for reductions, and what is particular to it."""
-    distributed = DistributedConfig()
-    world = join_world(distributed, ParallelConfig(expert=2))
+    config = configured("parallel.expert=2")
+    world = join_world(config)
     assert world.expert_mesh
     gathering = {"shard": world.mesh, "expert_shard": world.expert_mesh}
     world.limit_steps(100)

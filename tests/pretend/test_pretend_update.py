@@ -70,7 +70,7 @@ def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path: Path) -> None:
 
 def update_where(rank_that_cannot: int | None, config: Config) -> None:
     """Make the optimizer. Other ranks than `rank_that_cannot` believe that they compile it."""
-    world = join_world(config.distributed, config.parallel)
+    world = join_world(config)
     start_logging(config, world)
     if rank_that_cannot is not None:
         compiling.can_compile = lambda _: True

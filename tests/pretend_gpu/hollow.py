@@ -142,15 +142,15 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     _leave_out_contents()
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
     enter("trial")
-    owned = OwnedParameters(model, config, world)
-    host = HostStates(owned, config) if config.optimizer.offload else None
+    owned = OwnedParameters(model, world)
+    host = HostStates(owned) if world.layout.offloads else None
     optimizer = build_optimizer(owned, config, host)
-    state = state_bytes(model, optimizer, config)
-    reshard = choose_reshard_policy(model, config, state, None, world, options.kept_groups)
+    state = state_bytes(model, optimizer, world.layout)
+    reshard = choose_reshard_policy(model, state, None, world, options.kept_groups)
     _prepare_forward(model, options.tiles, world)
-    batch = _full_batch(config, world)
+    batch = _full_batch(world)
     enter("evaluate")
-    stage = stage_module.Stage(model, owned, config, world)
+    stage = stage_module.Stage(model, owned, world)
     with forward_only(model):
         stage.forward(batch)
     run = SimpleNamespace(config=config, world=world)
@@ -171,7 +171,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
     step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
     stop: Any = SimpleNamespace(received=None)
-    micro_batches = [batch] * config.train.gradient_accumulation_steps
+    micro_batches = [batch] * world.layout.micro_batches
     return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
 
 
@@ -232,6 +232,7 @@ def _fake_world(config: Any, nodes: int, ranks_per_node: int, stage: int) -> Any
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from shardtune.distributed.layout import Layout
     from shardtune.distributed.meshes import build_meshes
     from shardtune.distributed.progress import Progress
     from shardtune.distributed.world import World
@@ -240,14 +241,14 @@ def _fake_world(config: Any, nodes: int, ranks_per_node: int, stage: int) -> Any
         def all_gather_json(self, value: Any, timeout_s: float = 0) -> list[Any]:
             return [value] * self.size
 
-    size, device, store = nodes * ranks_per_node, torch.device("cuda", 0), FakeStore()
-    rank = stage * (size // config.parallel.stages)
+    layout = Layout.of(config, nodes * ranks_per_node, is_gpu=True)
+    device, store, rank = torch.device("cuda", 0), FakeStore(), stage * layout.stage_ranks
     node, local_rank = divmod(rank, ranks_per_node)
-    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
-    meshes = build_meshes(device, size, config.parallel)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=layout.ranks)
+    meshes = build_meshes(device, layout)
     progress = Progress(device)
     return LonelyWorld(
-        rank, size, local_rank, ranks_per_node, node, device, meshes, store, progress
+        rank, layout, local_rank, ranks_per_node, node, device, meshes, store, progress
     )
 
 
@@ -281,7 +282,7 @@ def _leave_out_contents() -> None:
     dist.all_to_all_single = balanced
 
 
-def _full_batch(config: Any, world: Any) -> Any:
+def _full_batch(world: Any) -> Any:
     """Return rows of one document each, as long as the row, with every token trained.
 
     Where ranks share them, it is this rank's slice.
@@ -290,7 +291,7 @@ def _full_batch(config: Any, world: Any) -> Any:
 
     from shardtune.data.batch import Batch
 
-    rows, length = config.train.micro_batch_size, config.data.max_length
+    rows, length = world.layout.micro_batch_size, world.layout.max_length
     predicting = torch.arange(rows * length).view(rows, length)[:, :-1].flatten()
     batch = Batch(
         torch.zeros(1, rows * length, dtype=torch.int64),
@@ -301,7 +302,7 @@ def _full_batch(config: Any, world: Any) -> Any:
         [length] * rows,
         torch.arange(rows + 1, dtype=torch.int32) * length,
     )
-    batch = batch.slice_of(*world.share) if world.context_ranks > 1 else batch
+    batch = batch.slice_of(*world.share) if world.layout.row_ranks > 1 else batch
     return batch.to(world.device)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import require_trainable
@@ -47,10 +48,10 @@ def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
     """Return why a run is refused before weights are read."""
     config, model_config = configured(*assignments), config_of(family)
     try:
-        with fake_world(1, ranks, config) as world:
+        with fake_world(Layout.of(config, ranks), ranks) as world:
             all_of(
                 lambda: require_trainable(config, model_config, world),
-                lambda: require_documents_apart(config, model_config),
+                lambda: require_documents_apart(Layout.of(config), model_config),
             )
     except UserError as error:
         return error.problems

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.configs import configured
 from helpers.documented import require_error_line
 
 from shardtune.cluster import node_info
 from shardtune.cluster.environment import read_environment
-from shardtune.config import DistributedConfig
 from shardtune.distributed import gpus, join
 from shardtune.errors import UserError
 
@@ -42,7 +42,7 @@ def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(
     two_gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError) as refused:
-        join.join_world(DistributedConfig())
+        join.join_world(configured())
     (problem,) = refused.value.problems
     assert "2 GPUs with driver 535.104.05, and PyTorch" in problem
     assert "built for CUDA 13.0, sees none of them - install a driver of R580 or newer" in problem
@@ -127,7 +127,7 @@ def test_a_failure_of_nccl_is_not_taken_for_nodes_that_are_late(
 
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(UserError) as refused:
-        join.join_world(DistributedConfig())
+        join.join_world(configured())
     (problem,) = refused.value.problems
     assert "did not start (NCCL error: unhandled system error) - " in problem
     assert "NCCL_DEBUG=INFO" in problem

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shardtune.config_io import load_config
 from shardtune.distributed import compiling
 from shardtune.distributed.exchange import linear_map
+from shardtune.distributed.layout import Layout
 from shardtune.model import grouped_experts
 from shardtune.model.grouped_experts import TokenPairs, expert_outputs, gathering_forward
 from shardtune.planner.simulate import fake_world, simulate
@@ -213,7 +214,7 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
         patch.setattr(compiling, "_COMPILED", "cuda")
         eager = [results(number) for number in range(len(layers))]
     assert not graphs["unique_graphs"]
-    with fake_world(1, 1, config):
+    with fake_world(Layout.of(config), 1):
         for experts in layers:
             fully_shard(experts)
             experts.unshard()
@@ -229,6 +230,6 @@ def test_a_plan_compiles_nothing(graphs: Counter[str]) -> None:
     given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
     config = load_config(Path("/dev/null"), [*given, "train.gradient_accumulation_steps=1"], {})
     model_config = build("mixtral").config
-    with fake_world(1, 2, config) as world:
+    with fake_world(Layout.of(config, 2), 2) as world:
         simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
     assert not graphs["unique_graphs"]

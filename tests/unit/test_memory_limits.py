@@ -10,14 +10,15 @@ import pytest
 import torch
 from helpers.ranks import config_for
 
+from shardtune.distributed.layout import Layout
 from shardtune.errors import OutOfMemory
 from shardtune.training.out_of_memory import step_fits, weights_fit
 
 
 def test_memory_that_python_lacks_gets_advice_too(models: dict[str, Path], tmp_path: Path) -> None:
-    config = config_for(models["llama"], tmp_path)
+    layout = Layout.of(config_for(models["llama"], tmp_path))
     said = r"^a micro-batch of 1 \(train.* does not fit the memory \(Unable to allocate .+\) - set"
-    with pytest.raises(OutOfMemory, match=said), step_fits(config):
+    with pytest.raises(OutOfMemory, match=said), step_fits(layout):
         np.empty(1 << 60, np.uint8)
 
 
@@ -26,8 +27,8 @@ def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
 ) -> None:
     said = r"^the model with its gradients and its optimizer's state does not fit the memory "
     said += r"\((?!the|\d+ \().+\) - share it"
-    config = config_for(models["llama"], tmp_path)
-    with pytest.raises(OutOfMemory, match=said), step_fits(config), weights_fit(config):
+    layout = Layout.of(config_for(models["llama"], tmp_path))
+    with pytest.raises(OutOfMemory, match=said), step_fits(layout), weights_fit(layout):
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
@@ -37,7 +38,7 @@ def test_advice_on_memory_names_only_keys_that_are_not_set_yet(
     def advice(fits: Any, *overrides: str) -> str:
         with (
             pytest.raises(OutOfMemory) as raised,
-            fits(config_for(models["llama"], tmp_path, *overrides)),
+            fits(Layout.of(config_for(models["llama"], tmp_path, *overrides))),
         ):
             torch.empty(1 << 60, dtype=torch.uint8)
         return str(raised.value)

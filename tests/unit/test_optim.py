@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.checkpoint.resume_rules import log_kinds
 from shardtune.config import SchedulerConfig
+from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.optim import (
@@ -65,8 +66,8 @@ def test_decay_reaches_matrices_and_neither_norms_nor_biases(models, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     given = ["lr=1e-3", "betas=[0.5,0.75]", "eps=1e-3", "weight_decay=0.2"]
     config = load(tmp_path, *(f"optimizer.{each}" for each in given))
-    alone: Any = SimpleNamespace(replicas=1, stages=1)
-    optimizer = build_optimizer(OwnedParameters(model, config, alone), config)
+    alone: Any = SimpleNamespace(layout=Layout.of(config))
+    optimizer = build_optimizer(OwnedParameters(model, alone), config)
     names = {p: name for name, p in model.named_parameters()}
     matrices, norms = (
         {names[p] for p in group["params"]}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers.ranks import config_for
 from helpers.thread_ranks import on_threads, thread_worlds
 from torch import nn
 
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.model import fsdp_groups
 from shardtune.training.reshard import (
@@ -32,23 +31,23 @@ class Sharded(nn.Linear):
 
 @pytest.mark.parametrize("fullest", [0, 1])
 def test_the_rank_with_the_least_memory_decides_for_all(
-    fullest: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fullest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that gathers what the others keep would wait for them forever."""
     monkeypatch.setattr(fsdp_groups, "DTensor", nn.Parameter)  # as if FSDP2 had sharded them
-    config = config_for(models["llama"], tmp_path, "train.gradient_accumulation_steps=2")
     mesh = {"shard": SimpleNamespace(size=lambda: 2)}
+    layout = Layout(2, micro_batches=2)
 
     def decided(shares: list[int]) -> list[ReshardPolicy]:
         """Decide on ranks that have such a share of the host's memory."""
         worlds = [
-            replace(world, meshes=Meshes(cast(Any, mesh)), local_size=share)
+            replace(world, layout=layout, meshes=Meshes(cast(Any, mesh)), local_size=share)
             for world, share in zip(thread_worlds(2), shares, strict=True)
         ]
         state = StateBytes(0, 0, 0)
         return on_threads(
             worlds,
-            lambda world: choose_reshard_policy(Sharded(1024, 1024), config, state, None, world, 1),
+            lambda world: choose_reshard_policy(Sharded(1024, 1024), state, None, world, 1),
         )
 
     assert decided([1, 1]) == [ReshardPolicy(1, True)] * 2

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config_io import load_config
 from shardtune.distributed.exchange import Exchange
+from shardtune.distributed.layout import Layout
 from shardtune.model.experts import SharedExperts, spread_problems
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
@@ -64,7 +65,7 @@ def small_step(family: str, *more: str) -> None:
     given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
     given += ["train.gradient_accumulation_steps=1", *more]
     config = load_config(Path("/dev/null"), given, {})
-    with fake_world(1, 2, config) as world:
+    with fake_world(Layout.of(config, 2), 2) as world:
         simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
 
 

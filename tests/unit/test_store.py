@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardtune.config import ParallelConfig
-from shardtune.distributed.layout import mesh_problems
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.distributed.store import delete_value, get_value, set_value
 
@@ -35,7 +34,7 @@ def test_a_value_larger_than_the_store_takes_comes_back_whole() -> None:
 def test_ranks_that_cannot_be_divided_are_refused_by_each_key(
     size: int, replicate: int, expert: int, named: list[str]
 ) -> None:
-    problems = [*mesh_problems(size, ParallelConfig(replicate=replicate, expert=expert))]
+    problems = Layout(size, replicate=replicate, expert=expert).problems()
     assert [problem.split()[0] for problem in problems] == named
 
 

@@ -177,7 +177,7 @@ class Best:
         """
         world, holder = self._world, self._holder[name]
         whole = torch.empty(0)
-        if tensor is not None and holder // world.stage_ranks == world.stage:
+        if tensor is not None and holder // world.layout.stage_ranks == world.stage:
             if isinstance(tensor, DTensor):  # of masters the parts are in host memory
                 local = tensor.to_local().to(world.device)
                 tensor = cast(DTensor, sharded_as(tensor, local)).full_tensor()
