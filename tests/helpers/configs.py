@@ -45,7 +45,9 @@ def load(
 
 def configured(*assignments: str) -> Config:
     """Return the configuration of a model and data that are not read."""
-    return load_config(os.devnull, ["model.path=unread", "data.train=unread", *assignments], {})
+    return load_config(
+        Path(os.devnull), ["model.path=unread", "data.train=unread", *assignments], {}
+    )
 
 
 def value(config: Config, key: str) -> Any:

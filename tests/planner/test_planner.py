@@ -327,7 +327,8 @@ def test_a_sample_stands_for_as_many_records_as_are_read(
     given += ["train.micro_batch_size=1", "train.gradient_accumulation_steps=2"]
     for most, records_read in ((1200, 1200), ("null", 3000)):
         source = f"data.train=[{{path: {data}, max_records: {most}}}]"
-        found = run_length(load_config(CONFIG, [*given, source], {}), ranks=2)
+        config = load_config(CONFIG, [*given, source], {})
+        found = run_length(config, Layout.of(config, 2))
         assert isinstance(found, RunLength) and not found.is_counted
         assert found.steps == pytest.approx(records_read / 4, rel=0.02)
 

@@ -43,7 +43,7 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
             model.tie_weights()
             model.set_attn_implementation("documents")
             use_loss_head(model, world.device)
-            batch = full_batch(config, True, world.device)
+            batch = full_batch(world.layout, True, world.device)
             with FSDPMemTracker(model) as theirs:
                 policy.before_backward(model, is_last_micro_batch=True)
                 summed_loss(model, batch).backward()

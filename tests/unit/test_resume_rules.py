@@ -12,6 +12,7 @@ from helpers.configs import load
 
 from shardtune.checkpoint.resume_rules import log_changes
 from shardtune.config_io import to_dict
+from shardtune.distributed.layout import Layout
 
 BATCH = "train.gradient_accumulation_steps"
 
@@ -49,7 +50,7 @@ def test_a_resume_warns_of_another_effective_batch(
 ) -> None:
     """With the value that keeps it, where there is one."""
     config = load(tmp_path, *now)
-    world: Any = SimpleNamespace(size=ranks)
+    world: Any = SimpleNamespace(size=ranks, layout=Layout.of(config, ranks))
     state = {"config": to_dict(load(tmp_path, *before))}
     resumed: Any = SimpleNamespace(name="step-7", state=state, world_size=ranks_before)
     with caplog.at_level(logging.WARNING, "shardtune"):
