@@ -52,6 +52,7 @@ from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.stages import require_composable
 from shardtune.model.support import unsupported
 from shardtune.model.text_model import build_with_towers, drop_towers
+from shardtune.model.traits import has_experts, layer_types
 from shardtune.planner.simulate import fake_world
 
 _SECONDS = 120  # for an architecture
@@ -221,12 +222,8 @@ def _require_same_names(folder: Path) -> None:
     WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
 
 
-def has_experts(model: PreTrainedModel) -> bool:
-    return any("expert" in name for name, _ in model.named_parameters())
-
-
 def kinds_of_layers(text: PreTrainedConfig) -> list[str]:
-    return list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    return list(dict.fromkeys(layer_types(text)))
 
 
 @torch.no_grad()

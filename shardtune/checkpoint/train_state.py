@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardtune.distributed.tensors import to_local
-from shardtune.model.lora import is_factor
+from shardtune.model.traits import is_factor
 
 MODEL, RANDOM = "model.", "random."
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardtune.model.one_by_one import call_one_by_one, restore
 from shardtune.model.state_layers import state_mixers
+from shardtune.model.traits import layer_types
 
 
 class OneByOne:
@@ -70,8 +71,7 @@ def position_tables(model: PreTrainedModel) -> list[nn.Module]:
 
 def keeps_states_only(model: PreTrainedModel) -> bool:
     """Return whether every layer hands a state along the row instead of attending."""
-    types = getattr(model.config.get_text_config(), "layer_types", None)
-    if types:
+    if types := layer_types(model.config.get_text_config()):
         return set(types) == {"linear_attention"}
     decoder: Any = model.get_decoder()
     return "position_ids" not in _takes(decoder) and not attention_layers(model)

@@ -50,8 +50,9 @@ from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.masters import keep_master, rounded_when_read
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
-from shardtune.model.support import decoder_layers, unsupported
+from shardtune.model.support import unsupported
 from shardtune.model.text_model import build_text_model
+from shardtune.model.traits import decoder_layers
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
 # recomputes the rest.

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch._functorch.config as functorch_config
-from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.config import ModelConfig
@@ -20,7 +19,7 @@ from shardtune.distributed import compiling
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger, node_logger
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import decoder_layers, is_stack
 
 
 def compile_layers(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
@@ -41,7 +40,7 @@ def compile_layers(model: PreTrainedModel, config: ModelConfig, world: World) ->
     functorch_config.aggressive_recomputation = is_selective
     failed = list[str]()
     for layer in decoder_layers(model):
-        keeps_products = is_selective and not _has_experts(layer)
+        keeps_products = is_selective and not any(map(is_stack, layer.parameters()))
         layer.forward = _compiled_forward(layer, keeps_products, is_required, failed)
 
 
@@ -55,10 +54,6 @@ def _every_rank_compiles(world: World) -> bool:
     elif able[0]:  # else it has said that nothing is compiled
         logger.info(f"Compile: layers run eager, since rank {able.index(False)} cannot compile")
     return all(able)
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    return any(parameter.dim() > 2 for parameter in layer.parameters())
 
 
 def _compiled_forward(

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
@@ -17,10 +18,10 @@ from packaging.version import Version
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, divisors, missing_directory
+from shardtune.model import traits
 
 # The ways of quantising that are read.
 METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Architectures that would need code of their own, and those to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
 _INSTEAD |= dict.fromkeys(("gpt_neo", "mpt"), "llama or gpt_neox")
@@ -80,24 +81,22 @@ def _problems(config: Config, given: Mapping[str, Any], layout: Layout) -> Itera
     path = config.model.path
     inner = given.get("text_config")
     text = {**given, **inner} if isinstance(inner, dict) else given
-    kind = str(given.get("model_type"))
-
-    def number(*names: str) -> int:
-        found = (text[name] for name in names if type(text.get(name)) is int)
-        return next(found, 0)
-
+    kind, settings = str(given.get("model_type")), SimpleNamespace(**text)
+    positions = traits.number(settings, "max_position_embeddings")
+    experts = traits.number(settings, *traits.EXPERTS)
+    layers = traits.number(settings, "num_hidden_layers")
     yield from filter(
         None,
         [
             not_trained(kind),
             unread_quantisation(text, path),
-            beyond_positions(config.data.max_length, number("max_position_embeddings"), path),
-            undivided_heads(layout.context, number("num_attention_heads"), kind),
+            beyond_positions(config.data.max_length, positions, path),
+            undivided_heads(layout.context, traits.heads(settings).queries, kind),
             older_transformers(layout.expert),
             # A name that is not known here may be one of experts.
             "" if "expert" in str(given) else without_experts(layout.expert, kind),
-            undivided_experts(layout.expert, number(*_EXPERTS), kind),
-            too_few_layers(layout.stages, number("num_hidden_layers"), layout.ranks, kind),
+            undivided_experts(layout.expert, experts, kind),
+            too_few_layers(layout.stages, layers, layout.ranks, kind),
         ],
     )
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.world import World
+from shardtune.model.traits import numbers_of_heads
 
 
 class HeadExchange:
@@ -69,7 +70,6 @@ def heads_between(world: World) -> HeadExchange | None:
 
 def describe_rows(model: PreTrainedModel, ranks: int) -> str:
     """Return the log's line on rows that so many ranks share."""
-    layers = model.config.get_text_config().per_layer_config
-    numbers = sorted({layer.num_attention_heads for layer in layers})
+    numbers = numbers_of_heads(model)
     shares = " or ".join(f"{heads // ranks} of {heads}" for heads in numbers)
     return f"Rows: each shared by {ranks} ranks, {shares} heads each"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,7 @@ from shardtune.model.config_json import undivided_heads
 from shardtune.model.indexers import indexers
 from shardtune.model.stages import require_composable, stage_problems
 from shardtune.model.state_layers import state_mixers
-
-_HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
+from shardtune.model.traits import numbers_of_heads
 
 
 def context_problems(
@@ -35,7 +33,7 @@ def context_problems(
     kind, key = model.config.model_type, f"parallel.context={degree}"
     if degree == 1:
         return
-    for heads in sorted(_numbers_of_heads(model)):
+    for heads in numbers_of_heads(model):
         if problem := undivided_heads(degree, heads, kind):
             yield problem
     if state_mixers(model):
@@ -50,15 +48,6 @@ def context_problems(
             f"{key}: indexers of {kind} choose {min(chosen)} keys of the row, of which a rank has "
             f"a slice - use parallel.context=1, or data.max_length={min(chosen)}"
         )
-
-
-def _numbers_of_heads(model: PreTrainedModel) -> set[int]:
-    """Return how many heads layers have, each number once."""
-    layers = model.config.get_text_config().per_layer_config
-    settings = [each for layer in layers for each in layer.to_dict().items()]
-    values = [value for name, value in settings if _HEADS.search(name)]
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    return {number for numbers in lists for number in numbers if isinstance(number, int)}
 
 
 def without_context(model: PreTrainedModel, world: World) -> str:

@@ -41,7 +41,7 @@ from shardtune.model.grouped_experts import (
     inverse,
     take_rows,
 )
-from shardtune.model.lora import is_factor
+from shardtune.model.traits import has_experts, is_factor, is_stack
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' names
@@ -61,7 +61,7 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     plan = _plan_of_experts(model)
     stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
     if _MODULE not in plan.values() or not stacks:
-        if any("expert" in name for name, _ in model.named_parameters()):
+        if has_experts(model):
             lack = "has no plan to spread its experts over ranks"
             yield f"{key}: {kind} {lack} - use parallel.expert=1"
         else:
@@ -123,7 +123,7 @@ def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
     """Yield each module of stacked experts that is called with its router's choices: its name,
     itself and how many experts it has."""
     for name, module in model.named_modules():
-        stacks = [p for p in module.parameters(recurse=False) if p.dim() >= 3]
+        stacks = [*filter(is_stack, module.parameters(recurse=False))]
         # The module itself, tokens, the router's choices and their weights.
         if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
             yield name, module, stacks[0].shape[0]
@@ -305,8 +305,8 @@ def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
     demands of every other dimension, else the first again, and these ranks have empty slices.
     """
     experts, width = to_local(parameter).shape[0], parameter.shape[-1]
-    is_stack = parameter.dim() >= 3 or is_spread(parameter)
-    if is_stack and _leaves_empty_slices(experts, shards) and width % shards == 0:
+    of_experts = is_stack(parameter) or is_spread(parameter)
+    if of_experts and _leaves_empty_slices(experts, shards) and width % shards == 0:
         # The last dimension: the second is where the files' gate and up projections are joined.
         return Shard(parameter.dim() - 1)
     return Shard(0)
@@ -345,8 +345,8 @@ def always_give_gradients(layer: nn.Module) -> None:
 
     def sometimes_unused() -> Iterator[nn.Parameter]:
         for name, parameter in layer.named_parameters():
-            is_stack = parameter.dim() >= 3 and not is_spread(parameter)
-            if is_stack or (".compressor." in name and ".indexer." not in name):
+            of_experts = is_stack(parameter) and not is_spread(parameter)
+            if of_experts or (".compressor." in name and ".indexer." not in name):
                 yield parameter
 
     def fill(_: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from shardtune.errors import UserError
 from shardtune.model.config_json import beyond_positions, not_trained
 from shardtune.model.quantised import quantised_problems, take_quantization
 from shardtune.model.text_model import build_text_model, require_text
+from shardtune.model.traits import number
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
 # Configuration, generation settings, tokenizer and what prepares images and sound.
@@ -66,7 +67,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     ):
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
     problems = []
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    positions = number(config.get_text_config(), "max_position_embeddings")
     if problem := beyond_positions(max_length, positions, path):
         problems.append(problem)
     if model.init == "pretrained" and Path(path).is_dir():

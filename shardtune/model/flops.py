@@ -13,7 +13,6 @@ recomputation count nothing.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections import Counter
@@ -31,9 +30,19 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.attention_layers import keeps_states_only
 from shardtune.model.state_layers import recurrence_flops, state_mixers
-from shardtune.model.support import TOP_K_NAMES, decoder_layers
+from shardtune.model.traits import (
+    EXPERTS,
+    TOP_K,
+    decoder_layers,
+    heads,
+    is_in_list,
+    is_stack,
+    layer_types,
+    met_numel,
+    number,
+    top_k,
+)
 
-_EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # The setting with the span of each layer type; other types have no pairs, or pairs that depend on
 # the data.
 _SPANS = {
@@ -145,22 +154,17 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
 def cost_of(model: PreTrainedModel) -> Cost:
     """Estimate the forward's FLOPs, to balance rows between ranks.
 
-    Unlike `count_flops` it serves every architecture: a token meets `num_experts_per_tok` of the
-    stacked experts, all attention is causal over the whole document, and an architecture that does
-    not say how many heads it has has no attention.
+    Unlike `count_flops` it serves every architecture: all attention is causal over the whole
+    document, and an architecture that does not say how many heads it has has no attention.
     """
     config: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
-    skipped, top_k = _embeddings_and_head(model), _first(config, "num_experts_per_tok") or 1
-    body_size = sum(
-        p.numel() * top_k // p.shape[0] if p.dim() == 3 else p.numel()
-        for p in model.parameters()
-        if id(p) not in skipped
-    )
+    skipped, met = _embeddings_and_head(model), top_k(model)
+    body_size = sum(met_numel(p, met) for p in model.parameters() if id(p) not in skipped)
     head_size = sum(p.numel() for p in head.parameters()) if head else 0
-    heads = _first(config, "num_attention_heads")
-    width = (heads * _first(config, "head_dim") or _first(config, "hidden_size")) if heads else 0
-    return Cost(2 * body_size, 2 * head_size, 4 * _first(config, "num_hidden_layers") * width)
+    queries, _, key_width, value_width = heads(config)
+    per_pair = 2 * queries * (key_width + value_width)
+    return Cost(2 * body_size, 2 * head_size, number(config, "num_hidden_layers") * per_pair)
 
 
 def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
@@ -169,13 +173,12 @@ def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
     A cost is a share of the model's FLOPs in a matrix product, plus one of its weights: a stage of
     layers needs time for the first and memory for the second.
     """
-    config: Any = model.config.get_text_config()
-    top_k = _first(config, *TOP_K_NAMES) or 1
+    met = top_k(model)
 
     def flops_and_weights(module: Any, is_looked_up: bool = False) -> np.ndarray:
         parameters = list(module.parameters()) if module else []
-        used = (p.numel() * top_k // p.shape[0] if p.dim() == 3 else p.numel() for p in parameters)
-        return np.array([0 if is_looked_up else sum(used), sum(p.numel() for p in parameters)])
+        used = 0 if is_looked_up else sum(met_numel(p, met) for p in parameters)
+        return np.array([used, sum(p.numel() for p in parameters)])
 
     costs = np.array(
         [
@@ -203,52 +206,34 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     is_elementwise = parameter.dim() < 2 or name.endswith(("bias", "A_log", ".D"))
     if is_elementwise or ".encoder_attn." in name or ".indexer." in name:
         return 0.0
-    is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
+    is_listed = is_in_list(name)
     if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel
         return 1.0
-    top_k, stack = _first(config, *TOP_K_NAMES), parameter.shape[0]
-    configured = _first(config, *_EXPERTS_NAMES)
-    if not configured and parameter.dim() == 3 and stack > 1 and "expert" not in name:
+    met, stack, configured = number(config, *TOP_K), parameter.shape[0], number(config, *EXPERTS)
+    if not configured and is_stack(parameter) and stack > 1 and "expert" not in name:
         return 1.0  # each head or block of a token's features has a part
     experts = configured if is_listed else stack
     is_named_so = "expert" in name or configured == stack
-    if not top_k or not experts or parameter.dim() > 3 or not is_named_so:
+    if not (met and experts and is_named_so and (is_listed or is_stack(parameter))):
         raise NotCounted(f"{config.model_type} does not say how often a token meets its {name}")
-    return min(1.0, top_k / experts)
+    return min(1.0, met / experts)
 
 
 def _attention(config: Any, layer: int) -> tuple[float, int, bool] | None:
     """Return a layer's FLOPs per pair (a query by a key, a weight by a value), its span, and
     whether it is chunked; or None if it does not attend."""
-    types = getattr(config, "layer_types", None)
+    types = layer_types(config)
     layer_type = types[layer] if types else "sliding_attention"
     if layer_type in _WITHOUT_PAIRS:
         return None
-    heads, width = _first(config, "num_attention_heads"), _first(config, "hidden_size")
-    if not heads or not width:
+    queries, _, key_width, value_width = heads(config)
+    if not queries or not key_width:
         raise NotCounted(f"{config.model_type} does not say how many heads its layers have")
-    query_width = _first(config, "head_dim") or width // heads
-    if latent := _first(config, "qk_nope_head_dim"):
-        query_width = latent + config.qk_rope_head_dim
-    value_width = _first(config, "v_head_dim") or query_width
     if layer_type not in _SPANS:
         raise NotCounted(f"{config.model_type} has layers of type {layer_type}")
-    span = _first(config, _SPANS[layer_type])
+    span = number(config, _SPANS[layer_type])
     is_chunked = span > 0 and layer_type == "chunked_attention"
-    return 2.0 * heads * (query_width + value_width), span, is_chunked
-
-
-def _first(config: Any, *names: str) -> int:
-    """Return the first of these settings that is a number, the same in all layers, or 0."""
-    for name in names:
-        # transformers raises this for a setting that differs from layer to layer.
-        with contextlib.suppress(RuntimeError):
-            value = getattr(config, name, None)
-            if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
-                value = value[0]
-            if isinstance(value, int):
-                return value
-    return 0
+    return 2.0 * queries * (key_width + value_width), span, is_chunked
 
 
 @dataclass(frozen=True)

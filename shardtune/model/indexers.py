@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardtune.model.traits import layer_types
+
 _INDEXED = "indexed_attention"  # among the types of layers
 
 
@@ -34,7 +36,7 @@ class DenseAttention:
     def __init__(self, model: PreTrainedModel) -> None:
         self._indexers = indexers(model)
         nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool)
-        types = {*(getattr(model.config.get_text_config(), "layer_types", None) or []), _INDEXED}
+        types = {*layer_types(model.config.get_text_config()), _INDEXED}
         masks = {kind: nothing if kind == _INDEXED else None for kind in types}
         for indexer in self._indexers:
             indexer.forward = partial(_choose_all, nothing)

@@ -33,9 +33,9 @@ from transformers.distributed import DistributedConfig
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
-from shardtune.model.lora import FACTORS
 from shardtune.model.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
 from shardtune.model.text_model import drop_towers
+from shardtune.model.traits import FACTORS
 from shardtune.model.weight_files import stored_tensors
 from shardtune.units import duration, gb
 

@@ -34,9 +34,8 @@ from shardtune.model.grouped_experts import (
     stack_product,
     trait,
 )
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import FACTORS, decoder_layers, is_factor, is_in_list, is_stack
 
-FACTORS = ("lora_A", "lora_B")
 _GROUPS = ("attention", "experts")  # that `lora.targets` may name
 _ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
 
@@ -112,7 +111,8 @@ class Target:
     def factors(self) -> tuple[str, str]:
         """The full names of A and B."""
         prefix = f"{self.weight}_" if self.is_stack else f"{self.module}."
-        return f"{prefix}lora_A", f"{prefix}lora_B"
+        a, b = FACTORS
+        return f"{prefix}{a}", f"{prefix}{b}"
 
     @property
     def name(self) -> str:
@@ -147,12 +147,12 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             elif parts & _ROUTERS or any("Router" in type(each).__name__ for each in above):
                 group = "router"
             else:
-                group = "experts" if re.search(r"(^|\.)experts\.\d+\.", name) else "other"
+                group = "experts" if is_in_list(name) else "other"
             if isinstance(module, nn.Linear) or (group == "router" and hasattr(module, "weight")):
                 yield Target(full_name, "weight", group, in_layer, type(module))
             elif is_of_expert:
                 for stack, parameter in module.named_parameters(recurse=False):
-                    if parameter.dim() >= 3 and not is_factor(stack):
+                    if is_stack(parameter) and not is_factor(stack):
                         path = f"{in_layer}.{stack}"
                         yield Target(full_name, stack, "experts", path, type(module))
 
@@ -251,11 +251,6 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 @functools.cache
 def _with_factors(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Lora{kind.__name__}", (LoraExperts, kind), {})
-
-
-def is_factor(name: str) -> bool:
-    """Whether a parameter is a factor of an adapter, by its name."""
-    return name.endswith(FACTORS)
 
 
 def has_adapters(model: nn.Module) -> bool:

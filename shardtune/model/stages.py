@@ -21,7 +21,7 @@ from shardtune.errors import UserError
 from shardtune.model.config_json import too_few_layers
 from shardtune.model.flops import stage_costs
 from shardtune.model.small_copy import one_thread, small_copy
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import decoder_layers
 
 
 class PassThrough(nn.Module):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shardtune.model.attention import documents
 from shardtune.model.one_by_one import call_one_by_one, restore
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import decoder_layers
 
 # The packages with the kernels that transformers calls where they are installed, and their names
 # in a registry.

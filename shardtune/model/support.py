@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.distributed.layout import Layout
 
-# transformers' names of how many experts a router chooses for a token.
-TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 # Attributes of routers with the width of their noise in training.
 _JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 
@@ -70,25 +66,3 @@ def _short_rope_length(config: PreTrainedConfig) -> int | None:
         if each.get("rope_type") == "longrope"
     )
     return min(lengths, default=None)
-
-
-def most_of_layers(model: PreTrainedModel, *names: str) -> int:
-    """Return the largest that the layers' settings give for the first of these names, or 0."""
-    settings: Any = model.config.get_text_config()
-    layers = settings.per_layer_config
-    given = [[getattr(layer, name, None) for layer in layers] for name in names]
-    # Hunyuan may give a number of its own for each layer.
-    lists = [[n for v in each for n in (v if isinstance(v, list) else [v])] for each in given]
-    numbers = ([n for n in each if isinstance(n, int)] for each in lists)
-    return max(next(filter(None, numbers), [0]))
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses.
-
-    Mamba names its mixers, too; they are within layers.
-    """
-    names = set(model._no_split_modules or ())
-    named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
-    inner = {m for layer in named for m in [*layer.modules()][1:]}
-    return [layer for layer in named if layer not in inner]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shardtune.model.experts import stacked_experts
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import decoder_layers, is_stack
 
 
 def tile_layers(model: PreTrainedModel, tiles: int) -> None:
@@ -33,7 +33,7 @@ def tile_layers(model: PreTrainedModel, tiles: int) -> None:
 def _is_mlp(module: nn.Module) -> bool:
     """Whether this is transformers' dense MLP, which maps each token by itself."""
     is_named_so = any(kind.__name__.endswith("MLP") for kind in type(module).__mro__)
-    return is_named_so and all(p.dim() < 3 for p in module.parameters())  # GPT-OSS' has experts
+    return is_named_so and not any(map(is_stack, module.parameters()))  # GPT-OSS' has some
 
 
 def _tiled(forward: Callable[..., torch.Tensor], tiles: int, dim: int) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
-from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
+from shardtune.model.traits import decoder_layers, is_stack, most_of_layers, top_k
 from shardtune.training.reshard import kept_bytes
 from shardtune.training.states import StateBytes
 
@@ -31,8 +31,7 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     head: Any = model.get_output_embeddings()
     logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
     # A layer that is computed again keeps its input alone, but one layer is whole in the backward.
-    top_k = most_of_layers(model, *TOP_K_NAMES) or 1
-    layers = [_products(layer, top_k) for layer in decoder_layers(model)]
+    layers = [_products(layer, top_k(model)) for layer in decoder_layers(model)]
     scores = most_of_layers(model, "num_attention_heads") * world.layout.max_length
     kept = [width + scores for width in layers]
     if world.layout.keeps_inputs_alone:
@@ -48,10 +47,10 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     return states.total + gathered + activations + 2 * largest + staging
 
 
-def _products(layer: nn.Module, top_k: int) -> int:
+def _products(layer: nn.Module, met: int) -> int:
     """Return how many elements the products of a layer read and write for each token."""
     elements = 0
     for parameter in layer.parameters():
         width, height = parameter.shape[-1], parameter.shape[-2] if parameter.dim() > 1 else 0
-        elements += (width + height) * (top_k if parameter.dim() > 2 else 1)
+        elements += (width + height) * (met if is_stack(parameter) else 1)
     return elements

@@ -17,7 +17,7 @@ from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import decoder_layers, layer_types
 from shardtune.planner.at_once import at_once
 from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
 from shardtune.planner.tracker import Peak
@@ -103,7 +103,7 @@ def _key(own: range, config: Config, policy: ReshardPolicy, world: World, tiles:
 def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
     """Return a value for each decoder layer; layers that are built alike have the same."""
     config = model.config.get_text_config()
-    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    types = layer_types(config)
     kinds: list[Hashable] = []
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())

@@ -20,7 +20,7 @@ from shardtune.distributed.layout import BYTES, Layout
 from shardtune.model.context_check import context_problems
 from shardtune.model.experts import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
+from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Collective
 from shardtune.training.reshard import KeptBytes, ReshardPolicy, decide, room_beside
@@ -55,14 +55,6 @@ class Keeps(NamedTuple):
     gathered_bytes: float
 
 
-class Heads(NamedTuple):
-    """The heads of a layer, and the elements of one's key and value."""
-
-    queries: int
-    keys: int
-    widths: int
-
-
 class Shapes:
     """What the shapes of a whole model's parameters say of each of its stages."""
 
@@ -70,8 +62,8 @@ class Shapes:
         """`whole`: with its adapters, not sharded, as `whole_on_meta` returns it."""
         self.n_layers = len(decoder_layers(whole))
         self.hidden_size = most_of_layers(whole, "hidden_size")
-        self.top_k = most_of_layers(whole, *TOP_K_NAMES) or 1
-        self.heads = [_heads(layer) for layer in whole.config.get_text_config().per_layer_config]
+        self.top_k = top_k(whole)
+        self.heads = [heads(layer) for layer in whole.config.get_text_config().per_layer_config]
         stacks = spread_stacks(whole)
         names = {parameter: name for name, parameter in whole.named_parameters()}
 
@@ -115,8 +107,9 @@ class Shapes:
     def head_exchange(self, ranks: int) -> int:
         """Return how many elements of a token a layer sends where so many ranks share its row."""
         sent = sum(
-            heads.widths * (heads.queries + ranks // gcd(ranks, heads.keys) * heads.keys)
-            for heads in self.heads
+            (each.key_width + each.value_width)
+            * (each.queries + ranks // gcd(ranks, each.keys) * each.keys)
+            for each in self.heads
         )
         return round(sent / len(self.heads))
 
@@ -131,16 +124,15 @@ def _sum(sizes: Sequence[Sizes]) -> Sizes:
     return Sizes(*map(sum, zip(Sizes(), *sizes, strict=True)))
 
 
-def _sizes(parameters: Sequence[nn.Parameter], spread: set[nn.Parameter], top_k: int) -> Sizes:
+def _sizes(parameters: Sequence[nn.Parameter], spread: set[nn.Parameter], met: int) -> Sizes:
     counted: Counter[str] = Counter()
     for parameter in parameters:
         kind = "experts" if parameter in spread else "dense"
         counted[kind] += parameter.numel()
         counted[f"trained_{kind}"] += parameter.numel() * parameter.requires_grad
         width, height = parameter.shape[-1], parameter.shape[-2] if parameter.dim() > 1 else 0
-        is_stack = parameter.dim() > 2
-        products = "expert_products" if is_stack else "dense_products"
-        counted[products] += (width + height) * (top_k if is_stack else 1)
+        products = "expert_products" if is_stack(parameter) else "dense_products"
+        counted[products] += (width + height) * (met if is_stack(parameter) else 1)
     return Sizes(**counted, exchanges=int(bool(spread)))
 
 
@@ -281,14 +273,3 @@ def host_inputs_bytes(shapes: Shapes, stage: int, layout: Layout) -> int:
         return 0
     row = layout.tokens_per_rank * shapes.hidden_size * BYTES[layout.compute_dtype]
     return shapes.of_stages(layout.stages)[stage].n_layers * row * layout.in_flight(stage)
-
-
-def _heads(settings: Any) -> Heads:
-    heads: int = getattr(settings, "num_attention_heads", None) or 1
-    hidden_size: int = getattr(settings, "hidden_size", None) or 0
-    # A key and a value differ in latent attention.
-    latent = [getattr(settings, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
-    width = getattr(settings, "head_dim", None) or hidden_size // heads
-    width = sum(latent) if latent[0] else width
-    key_heads = getattr(settings, "num_key_value_heads", None) or heads
-    return Heads(heads, key_heads, width + (getattr(settings, "v_head_dim", None) or width))

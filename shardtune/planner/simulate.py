@@ -36,8 +36,8 @@ from shardtune.model.build import build_on_meta, forward_only, run_as_on_gpus
 from shardtune.model.context import heads_between
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.state_layers import state_mixers
-from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
 from shardtune.model.tiles import tile_layers
+from shardtune.model.traits import decoder_layers, top_k
 from shardtune.planner.kernels import Kernel
 from shardtune.planner.short_rows import shorten_rows
 from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
@@ -307,10 +307,10 @@ def _exchanged(
     then how many it receives from each, for every exchange."""
     if ranks == 1:
         return iter(())
-    top_k = most_of_layers(model, *TOP_K_NAMES) or 1
+    met = top_k(model)
     numbers: list[int] = []
     for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
-        pairs = top_k * len(tile)
+        pairs = met * len(tile)
         sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
         numbers += [*sent, *(round(imbalance * n) for n in sent)]
     return cycle(numbers)

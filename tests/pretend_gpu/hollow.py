@@ -258,7 +258,7 @@ def _leave_out_contents() -> None:
     import torch.distributed as dist
 
     from shardtune.model import build
-    from shardtune.model.lora import is_factor
+    from shardtune.model.traits import is_factor
 
     def without_contents(model: Any, seed: int, device: torch.device, *_: Any) -> None:
         model.to_empty(device=device)

@@ -16,7 +16,7 @@ from shardtune.config import LoraConfig
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 from shardtune.model.lora import add_adapters, draw_factors
 from shardtune.model.state_layers import recurrence_flops, state_mixers
-from shardtune.model.support import TOP_K_NAMES, most_of_layers
+from shardtune.model.traits import top_k
 
 SMALL = {
     "vocab_size": 101,
@@ -250,4 +250,4 @@ def test_a_number_that_a_list_gives_each_layer_is_read() -> None:
     config = AutoConfig.for_model("hunyuan_v1_moe", **SMALL, num_experts=8, moe_topk=[2, 2, 4])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert most_of_layers(model, *TOP_K_NAMES) == 4
+    assert top_k(model) == 4

@@ -15,7 +15,7 @@ from benchmarks.tiny import tiny_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.stages import divide_layers, layers_of_stages, require_composable
-from shardtune.model.support import decoder_layers
+from shardtune.model.traits import decoder_layers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

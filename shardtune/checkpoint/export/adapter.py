@@ -24,6 +24,7 @@ from shardtune.model.files import model_folder
 from shardtune.model.grouped_experts import trait
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
 from shardtune.model.text_model import drop_towers
+from shardtune.model.traits import is_stack
 from shardtune.model.weight_files import weights_digest
 
 
@@ -64,7 +65,7 @@ class Adapter(Export):
 
 def _to_peft(factor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a factor in peft's layout: stacked experts have A (E rank, in) and B (out, rank E)."""
-    if factor.dim() == 2:
+    if not is_stack(factor):
         return factor
     return factor.flatten(0, 1) if name.endswith("A") else factor.permute(1, 2, 0).flatten(1)
 

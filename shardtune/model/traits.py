@@ -1,0 +1,119 @@
+"""What a model is made of, by the names and shapes that architectures of transformers have.
+
+No other file decides what is a stack of experts, how many there are, how many a token meets, which
+heads and types layers have, or what is a factor of an adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # a plan reads config.json before torch is imported for seconds
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+FACTORS = ("lora_A", "lora_B")
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+_HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
+
+
+class Heads(NamedTuple):
+    """The heads of a layer, and the elements of one's key and of its value."""
+
+    queries: int
+    keys: int
+    key_width: int
+    value_width: int
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter, by its name."""
+    return name.endswith(FACTORS)
+
+
+def is_stack(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a matrix for each expert, the experts first."""
+    return parameter.dim() == 3
+
+
+def is_in_list(name: str) -> bool:
+    """Whether a module or a parameter is of one expert in a list of them, by its name."""
+    return re.search(r"(^|\.)experts\.\d+\.", name) is not None
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any("expert" in name for name, _ in model.named_parameters())
+
+
+def met_numel(parameter: torch.Tensor, top_k: int) -> int:
+    """Return how many elements of a parameter a token is multiplied by."""
+    numel = parameter.numel()
+    return numel * top_k // parameter.shape[0] if is_stack(parameter) else numel
+
+
+def heads(settings: Any) -> Heads:
+    """Return the heads of a layer, by its settings; zeros where these do not say them."""
+    queries = number(settings, "num_attention_heads")
+    width = number(settings, "head_dim") or number(settings, "hidden_size") // max(1, queries)
+    if latent := number(settings, "qk_nope_head_dim"):
+        width = latent + number(settings, "qk_rope_head_dim")
+    keys = number(settings, "num_key_value_heads") or queries
+    return Heads(queries, keys, width, number(settings, "v_head_dim") or width)
+
+
+def numbers_of_heads(model: PreTrainedModel) -> list[int]:
+    """Return how many heads layers have, each number once."""
+    layers = model.config.get_text_config().per_layer_config
+    settings = [each for layer in layers for each in layer.to_dict().items()]
+    values = [value for name, value in settings if _HEADS.search(name)]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return sorted({number for each in lists for number in each if isinstance(number, int)})
+
+
+def layer_types(settings: Any) -> list[str]:
+    """Return the type of each layer, or an empty list where an architecture does not name them."""
+    return list(getattr(settings, "layer_types", None) or ())
+
+
+def number(settings: Any, *names: str) -> int:
+    """Return the first of these settings that is a number, the same in all layers, or 0."""
+    for name in names:
+        # transformers raises this for a setting that differs from layer to layer.
+        with contextlib.suppress(RuntimeError):
+            value = getattr(settings, name, None)
+            if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+                value = value[0]
+            if isinstance(value, int):
+                return value
+    return 0
+
+
+def most_of_layers(model: PreTrainedModel, *names: str) -> int:
+    """Return the largest that the layers' settings give for the first of these names, or 0."""
+    settings: Any = model.config.get_text_config()
+    layers = settings.per_layer_config
+    given = [[getattr(layer, name, None) for layer in layers] for name in names]
+    # Hunyuan may give a number of its own for each layer.
+    lists = [[n for v in each for n in (v if isinstance(v, list) else [v])] for each in given]
+    numbers = ([n for n in each if isinstance(n, int)] for each in lists)
+    return max(next(filter(None, numbers), [0]))
+
+
+def top_k(model: PreTrainedModel) -> int:
+    """Return how many of the experts a token meets at most, in any layer; 1 without experts."""
+    return most_of_layers(model, *TOP_K) or 1
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses.
+
+    Mamba names its mixers, too; they are within layers.
+    """
+    names = set(model._no_split_modules or ())
+    named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+    inner = {m for layer in named for m in [*layer.modules()][1:]}
+    return [layer for layer in named if layer not in inner]
