@@ -99,9 +99,9 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     not_shared = context_problems(model, layout.context, layout.max_length, instead)
     problems = [*unsupported(model, layout), *not_shared, *not_spread, *not_cut]
     try:
-        if config.lora.rank is not None:
+        if layout.is_lora:
             choose_targets(model, config.lora)
-        elif config.optimizer.name == "adamw8bit" and not (not_spread or not_cut):
+        elif layout.optimizer == "adamw8bit" and not (not_spread or not_cut):
             distribute(model)
             require_whole_blocks(model)
     except UserError as error:
@@ -126,18 +126,18 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     else:
         with rounded_when_read(stored) if stored != master else nullcontext():
             model = load_sharded(skeleton, config.model.path, world.device, distribute)
-    if config.lora.rank is not None:
+    if world.layout.is_lora:
         draw_factors(model, config.run.seed)
     model = _for_training(model, world.layout)
     if world.device.type == "cuda":
-        run_as_on_gpus(model, config, partial(PinnedCopies, world.device))
+        run_as_on_gpus(model, world.layout, partial(PinnedCopies, world.device))
     return model
 
 
-def run_as_on_gpus(model: PreTrainedModel, config: Config, copies: Callable[[], Copies]) -> None:
+def run_as_on_gpus(model: PreTrainedModel, layout: Layout, copies: Callable[[], Copies]) -> None:
     """Change what a model does on GPUs alone, where `copies` keep layers' inputs."""
     gather_both_ways(model)
-    if config.model.activation_checkpointing == "offload":
+    if layout.checkpointing == "offload":
         keep_inputs_on_host(model, copies())
 
 
@@ -156,7 +156,7 @@ def build_on_meta(
 def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
     """Build the model of all stages, neither sharded nor with storage, with its adapters."""
     model, _ = _sharding(config, model_config, world)
-    if config.lora.rank is not None:
+    if world.layout.is_lora:
         add_adapters(model, config.lora)
     return model
 
@@ -181,7 +181,7 @@ def _sharding(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(stored)
-        if config.lora.rank is not None:
+        if layout.is_lora:
             add_adapters(model, config.lora)
         if layout.stages > 1:
             layers = own or layers_of_stages(model, layout.stages)[world.stage]

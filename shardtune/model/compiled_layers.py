@@ -14,7 +14,6 @@ from typing import Any
 import torch._functorch.config as functorch_config
 from transformers import PreTrainedModel
 
-from shardtune.config import ModelConfig
 from shardtune.distributed import compiling
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
@@ -22,21 +21,21 @@ from shardtune.log import logger, node_logger
 from shardtune.model.traits import decoder_layers, is_stack
 
 
-def compile_layers(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """Compile the forward of each layer as model.compile says. Collective.
+def compile_layers(model: PreTrainedModel, setting: bool | str, world: World) -> None:
+    """Compile the forward of each layer as model.compile, the `setting`, says. Collective.
 
     With `true`, the first call of a layer that cannot be compiled raises RunFailed. With `auto`, it
     is said, and all layers go on as they are.
     """
-    is_required = config.compile is True
-    if not is_required and not (config.compile and _every_rank_compiles(world)):
+    is_required = setting is True
+    if not is_required and not (setting and _every_rank_compiles(world)):
         compiling.kinds["layers"] = "eager"
         return
     compiling.kinds["layers"] = "compiled"
     # A backward that cannot be compiled then shows in the forward, where a layer can run eager.
     functorch_config.force_non_lazy_backward_lowering = True
     # As selective checkpointing of a layer that runs eager: products are kept, the rest is not.
-    is_selective = config.activation_checkpointing == "selective"
+    is_selective = world.layout.checkpointing == "selective"
     functorch_config.aggressive_recomputation = is_selective
     failed = list[str]()
     for layer in decoder_layers(model):

@@ -79,11 +79,7 @@ def read_config(options: argparse.Namespace) -> Config:
         raise UserError(*(f"--{n} {given[n]:g}: no such machine - give more than 0" for n in wrong))
     config = load_config(options.config, options.assignments, os.environ)
     require_possible(config, options.nodes, options.gpus_per_node)
-    if config.model.compute_dtype != "auto":
-        return config
-    # As a GPU takes it.
-    settings = config.model.model_copy(update={"compute_dtype": "bfloat16"})
-    return config.model_copy(update={"model": settings})
+    return config
 
 
 def split_nodes(options: argparse.Namespace) -> list[argparse.Namespace]:

@@ -165,7 +165,7 @@ def simulate(
     tracker = Tracker(layout.is_gpu)
     model = build_on_meta(config, model_config, world, own)
     if layout.is_gpu:
-        run_as_on_gpus(model, config, _OtherMemory)
+        run_as_on_gpus(model, layout, _OtherMemory)
     exchanged = partial(_exchanged, model=model, ranks=layout.expert, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)

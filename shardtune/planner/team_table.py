@@ -10,6 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from shardtune.config import Config
+from shardtune.distributed.layout import Layout
 from shardtune.errors import DoesNotFit
 from shardtune.planner.arguments import read_config
 from shardtune.planner.command import machine_of, read_model
@@ -93,7 +94,7 @@ def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
 
 
 def _assumptions(config: Config) -> Iterator[str]:
-    checkpointing = config.model.activation_checkpointing
+    checkpointing = Layout.of(config).checkpointing
     yield (
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
         f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"

@@ -23,6 +23,7 @@ from shardtune.data.schedule import (
     rows_of_rank,
     source_weights,
 )
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.report.read_run import Entry, read_run
 from shardtune.run_files import METRICS
@@ -118,7 +119,7 @@ def _division_of(config: Config, number: int) -> Division:
     Raises:
         UserError: the run's directory cannot be read, or the step is none of its.
     """
-    directory, train = Path(config.run.dir), config.train
+    directory, layout = Path(config.run.dir), Layout.of(config)
     run = read_run(directory) if (directory / METRICS).exists() else None
     starts = run.of_kind("start") if run else []
     if starts and number <= starts[0]["step"]:
@@ -131,8 +132,8 @@ def _division_of(config: Config, number: int) -> Division:
         return Division(
             f"as one data rank would take it ({reason})",
             1,
-            train.micro_batch_size,
-            train.gradient_accumulation_steps,
+            layout.micro_batch_size,
+            layout.micro_batches,
             _PER_TOKEN,
             Position(),
             datetime.date.today(),

@@ -205,7 +205,7 @@ def prepare_forward(
     whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
     if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")
-    compile_layers(model, config.model, world)
+    compile_layers(model, config.model.compile, world)
     if world.is_last_stage:
         dtype = DTYPES[world.layout.compute_dtype]
         compile_loss(model, dtype, world.device, bool(data.eval))

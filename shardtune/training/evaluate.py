@@ -72,7 +72,7 @@ def _nll_sum(
         rows, dataset.lengths[rows.members], dataset.trained_counts[rows.members]
     )
     micro_batches = assign_rows(
-        rows, costs, world.data_rank, world.layout.data_ranks, config.train.micro_batch_size
+        rows, costs, world.data_rank, world.layout.data_ranks, world.layout.micro_batch_size
     )
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     with forward_only(model):

@@ -23,7 +23,7 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
     exception is raised, with its traceback, where the loop takes the next step.
     """
     queue: Queue[StepBatches | BaseException] = Queue(maxsize=1)  # and the thread holds one more
-    world, rows = context.run.world, context.run.config.train.micro_batch_size
+    world, rows = context.run.world, context.run.world.layout.micro_batch_size
     cost, dataset = context.row_cost, schedule.dataset
 
     def make_batches() -> None:

@@ -147,7 +147,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.
         source = world.on_rank0(lambda: list_source(config.model.path))
-        if config.lora.rank is not None:
+        if run.world.layout.is_lora:
             source["weights"] = _identify_frozen(run)
         assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets, folder))
@@ -375,7 +375,7 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
 
     Collective. `whole`: the model of all stages. `state`: that of this rank.
     """
-    for line in describe_adapters(whole, config.lora) if config.lora.rank else ():
+    for line in describe_adapters(whole, config.lora) if world.layout.is_lora else ():
         logger.info(line)
     if noise := router_noise(whole):
         logger.info(noise)

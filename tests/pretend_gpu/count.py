@@ -105,7 +105,7 @@ def measure(
     compiling.can_compile = lambda _: True
     rank = hollow.lonely_rank(options, enter)
     run = rank.context.run
-    compile_layers(rank.context.model, run.config.model, run.world)
+    compile_layers(rank.context.model, run.config.model.compile, run.world)
     optim.compile_update(rank.context.optimizer, run.config, run.world)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.config import ModelConfig
 from shardtune.distributed import compiling
+from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
 from shardtune.model.attention import DOCUMENT_ATTENTION, documents
 from shardtune.model.build import kept_operators
@@ -75,12 +75,20 @@ def small(name: str) -> Any:
 
 
 def compile_with(
-    model: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, device: str = "cpu", **settings: Any
+    model: Any,
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str = "cpu",
+    setting: Any = "auto",
+    checkpointing: str = "none",
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr(compiling, "can_compile", lambda _: True)
-    world: Any = SimpleNamespace(device=torch.device(device), all_gather_json=lambda x: [x, x])
-    compile_layers(model, ModelConfig(path="unread", **settings), world)
+    layout = Layout(2, checkpointing=checkpointing)
+    world: Any = SimpleNamespace(
+        device=torch.device(device), layout=layout, all_gather_json=lambda x: [x, x]
+    )
+    compile_layers(model, setting, world)
 
 
 def loss_of(model: Any, tokens: int = 17) -> torch.Tensor:
@@ -105,7 +113,7 @@ def test_a_layer_is_a_few_graphs_for_all_lengths_that_break_at_attention_alone(
 ) -> None:
     model = small(name)
     expected = [loss_of(model, tokens).item() for tokens in (12, 17, 30)]
-    compile_with(model, GRAPHS_ALONE, monkeypatch, compile=True)
+    compile_with(model, GRAPHS_ALONE, monkeypatch, setting=True)
     for tokens, loss in zip((12, 17, 30), expected, strict=True):
         found = loss_of(model, tokens)
         found.backward()
@@ -143,7 +151,7 @@ def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
         caplog.at_level(logging.INFO, "shardtune.node"),
         caplog.at_level(logging.INFO, "shardtune"),
     ):
-        compile_with(model, backend, monkeypatch, "cuda", activation_checkpointing=checkpointing)
+        compile_with(model, backend, monkeypatch, "cuda", checkpointing=checkpointing)
         for _ in range(2):
             found = loss_of(model)
             assert found.item() == expected.item()
@@ -159,7 +167,7 @@ def test_with_true_a_layer_that_cannot_be_compiled_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = small("llama-3-8b")
-    compile_with(model, no_backend, monkeypatch, compile=True)
+    compile_with(model, no_backend, monkeypatch, setting=True)
     with pytest.raises(RunFailed, match=r"model\.compile=true: LlamaDecoderLayer cannot .* - "):
         loss_of(model)
 
@@ -184,12 +192,14 @@ def test_auto_compiles_on_gpus_where_every_rank_can(
 ) -> None:
     monkeypatch.setattr(compiling, "can_compile", lambda _: able[0])
     model = small("llama-3-8b")
-    world: Any = SimpleNamespace(device=torch.device(device), all_gather_json=lambda _: able)
+    world: Any = SimpleNamespace(
+        device=torch.device(device), layout=Layout(2), all_gather_json=lambda _: able
+    )
     with (
         caplog.at_level(logging.INFO, "shardtune.node"),
         caplog.at_level(logging.INFO, "shardtune"),
     ):
-        compile_layers(model, ModelConfig(path="unread", compile=setting), world)
+        compile_layers(model, setting, world)
     lines = [record.message for record in caplog.records if record.name.startswith("shardtune")]
     assert lines == ([said] if said else [])
     is_compiled = "forward" in vars(model.model.layers[0])
@@ -227,9 +237,7 @@ def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
     """So products are not computed again: two are in the backward for each in the forward."""
     tokens, model = 40, small("llama-3-8b")
     checkpoint(model, "selective")
-    compile_with(
-        model, PARTITIONED, monkeypatch, compile=True, activation_checkpointing="selective"
-    )
+    compile_with(model, PARTITIONED, monkeypatch, setting=True, checkpointing="selective")
     kept: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -264,7 +272,7 @@ def test_compiled_layers_with_experts_are_checkpointed_as_eager_ones(
     model = small("glm-4.5-air")
     checkpoint(model, "selective")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it decides nothing here
-    compile_with(model, None, monkeypatch, compile=True, activation_checkpointing="selective")
+    compile_with(model, None, monkeypatch, setting=True, checkpointing="selective")
     checkpointed: list[int] = []
     for number, layer in enumerate(model.model.layers):
 

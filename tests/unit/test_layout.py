@@ -1,0 +1,89 @@
+"""What a run is, is decided in one place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from helpers.configs import configured
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtune.distributed.layout import Layout
+
+REPOSITORY = Path(__file__).parents[2]
+# Keys that say what a run is. The configuration itself and its layout read them.
+DECIDED = {
+    *("parallel", "offload", "compute_dtype", "master_dtype", "reduce_dtype"),
+    *("activation_checkpointing", "micro_batch_size", "gradient_accumulation_steps"),
+}
+READERS = {"config.py", "config_io.py", "config_schema.py", "distributed/layout.py"}
+SAID = {  # what a user asked for, in words
+    ("training/setup.py", "config.optimizer.offload"),
+    ("training/setup.py", "config.model.compute_dtype"),
+    ("model/config_json.py", "config.parallel"),  # without a device
+}
+
+
+def test_no_other_file_asks_the_configuration_what_a_run_is() -> None:
+    package = REPOSITORY / "shardtune"
+    asked = set()
+    for file in [REPOSITORY / "train_fsdp.py", *package.rglob("*.py")]:
+        name = file.relative_to(package).as_posix() if package in file.parents else file.name
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in DECIDED and name not in READERS:
+                text = ast.unparse(node)
+                if not text.rpartition(".")[0].endswith(("layout", "policy")):
+                    asked.add((name, text))
+    assert asked == SAID
+
+
+@given(st.data())
+def test_what_the_degrees_leave_fits_together(data: st.DataObject) -> None:
+    draw = st.integers(1, 4)
+    stages, replicate, shards = (data.draw(draw) for _ in range(3))
+    ranks = stages * replicate * shards
+    expert = data.draw(st.sampled_from([n for n in range(1, 5) if shards % n == 0]))
+    context = data.draw(st.sampled_from([n for n in range(1, 5) if replicate * shards % n == 0]))
+    degrees = {"stages": stages, "replicate": replicate, "expert": expert, "context": context}
+    layout = Layout.divided(ranks, degrees)
+    assert layout.problems() == []
+    assert layout.expert_shards * layout.expert == layout.shards == shards
+    assert layout.data_ranks * layout.row_ranks * layout.stages == layout.ranks
+
+
+@pytest.mark.parametrize(
+    ("given_", "is_gpu", "expected"),
+    [
+        ([], True, ("bfloat16", "float32", "float32", "float32", False)),
+        (["optimizer.offload=true"], False, ("bfloat16", "float32", "float32", "float32", False)),
+        (["optimizer.offload=true"], True, ("bfloat16", "float32", "bfloat16", "float32", True)),
+        (
+            ["optimizer.offload=true", "model.compute_dtype=float32"],
+            True,
+            ("float32", "float32", "float32", "float32", True),
+        ),
+        (
+            ["model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"],
+            True,
+            ("bfloat16", "bfloat16", "bfloat16", "bfloat16", False),
+        ),
+        (
+            ["model.master_dtype=bfloat16"],
+            True,
+            ("bfloat16", "bfloat16", "bfloat16", "float32", False),
+        ),
+        (
+            ["lora.rank=4", "model.master_dtype=bfloat16", "optimizer.offload=true"],
+            True,
+            ("bfloat16", "float32", "bfloat16", "float32", False),
+        ),
+    ],
+)
+def test_dtypes_and_places_follow_from_the_keys_and_the_device(
+    given_: list[str], is_gpu: bool, expected: tuple[str | bool, ...]
+) -> None:
+    layout = Layout.of(configured(*given_), is_gpu=is_gpu)
+    dtypes = layout.compute_dtype, layout.master_dtype, layout.device_dtype, layout.gradient_dtype
+    assert (*dtypes, layout.offloads) == expected
