@@ -156,17 +156,17 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
     runs = split_nodes(parser.parse_intermixed_args(arguments))
     for each in runs:
         read_config(each)  # refused before torch is imported
-    from shardtune.planner.status_lines import StatusLines
+    from shardtune.planner.status_lines import status_lines
 
-    with StatusLines() as lines:
-        lines.say("importing PyTorch and transformers")
+    with status_lines() as say:
+        say("importing PyTorch and transformers")
         with _without_collecting():
             from shardtune.planner.command import plan_run
             from shardtune.planner.team_table import print_team_table
         if len(runs) == 1 and isinstance(runs[0].config, Path):
-            plan_run(runs[0], lines.say)
+            plan_run(runs[0], say)
         else:
-            print_team_table(runs, lines.say)
+            print_team_table(runs, say)
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> None:

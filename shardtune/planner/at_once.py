@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from shardtune.cluster.child import Child, Message, Pipe
+from shardtune.cluster.child import Child, Pipe
 
 T = TypeVar("T")
 
@@ -17,23 +18,20 @@ T = TypeVar("T")
 def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
     """Call functions that use no device, all but the last in forks, and return their results.
 
-    What fails in a fork, or gets none, is called here afterwards. It raises its error then, or
-    works: PyTorch refuses a backward in a fork of a process that has GPUs.
+    A function that fails in a fork is called here afterwards. It raises its error then, or works:
+    PyTorch refuses a backward in a fork of a process that has GPUs.
     """
-    children: list[Child] = []
+    # A process of a pool may not have children.
+    forked = [] if multiprocessing.current_process().daemon else works[:-1]
+    children = [Child("a fork", _send_result, work) for work in forked]
     try:
-        # No memory for a fork, or this process is one of a pool, which may have none.
-        with suppress(OSError, AssertionError):
-            for work in works[:-1]:
-                children.append(Child("a fork", _send_result, work))
-        last = [work() for work in works[-1:]]
-        messages: list[Message] = [child.result() for child in children]
+        results = [work() for work in works[len(forked) :]]
+        messages = [child.result() for child in children]
     finally:
         for child in children:
             child.end()
-    messages += [{}] * (len(works) - len(last) - len(messages))
-    pairs = zip(works[:-1], messages, strict=True)
-    return [message["result"] if "result" in message else work() for work, message in pairs] + last
+    pairs = zip(forked, messages, strict=True)
+    return [each["result"] if "result" in each else work() for work, each in pairs] + results
 
 
 def _send_result(pipe: Pipe, work: Callable[[], object]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-_SILENT_S = 8  # at most
+_EVERY_S = 8
 Say = Callable[[str], None]
 
 
@@ -16,44 +16,23 @@ def silent(_: str) -> None:
     """Say nothing."""
 
 
-class StatusLines:
-    """Prints a line for each part of the work, and again while it takes long.
+def _print(text: str) -> None:
+    print(f"Plan: {text}", file=sys.stderr, flush=True)
 
-    Use it in a `with`: nothing is printed behind it.
-    """
 
-    def __init__(self) -> None:
-        self._has_begun, self._began = False, time.monotonic()
-        self._changed = threading.Condition()
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._repeat, daemon=True)
+@contextmanager
+def status_lines() -> Iterator[Say]:
+    """Print each part of the work that is said, and until the end that it is still done."""
+    has_ended, began = threading.Event(), time.monotonic()
 
-    def __enter__(self) -> StatusLines:
-        self._thread.start()
-        return self
+    def repeat() -> None:
+        while not has_ended.wait(_EVERY_S):
+            _print(f"still at it, {time.monotonic() - began:.0f} s")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify()
-        self._thread.join()
-
-    def say(self, doing: str) -> None:
-        """Print that this part of the work begins."""
-        with self._changed:
-            self._has_begun, self._began = True, time.monotonic()
-            self._changed.notify()
-            print(f"Plan: {doing}", file=sys.stderr, flush=True)
-
-    def _repeat(self) -> None:
-        with self._changed:
-            while not self._has_ended:
-                is_new = self._changed.wait(_SILENT_S)
-                if self._has_begun and not is_new:
-                    seconds = time.monotonic() - self._began
-                    print(f"Plan: still at it, {seconds:.0f} s", file=sys.stderr, flush=True)
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield _print
+    finally:
+        has_ended.set()
+        thread.join()

@@ -14,10 +14,17 @@ from shardtune.planner.at_once import at_once
 HERE = os.getpid()
 
 
-def test_results_come_in_the_order_of_the_functions() -> None:
-    child, second, last = at_once([os.getpid, lambda: 2, os.getpid])
+def test_results_come_in_the_order_of_the_functions(capfd: pytest.CaptureFixture[str]) -> None:
+    """Libraries say what they say once."""
+
+    def work() -> int:
+        os.write(2, b"a warning\n")
+        return os.getpid()
+
+    child, second, last = at_once([work, lambda: 2, work])
     assert child != HERE and second == 2 and last == HERE
     assert at_once([]) == []
+    assert capfd.readouterr().err == "a warning\n"
 
 
 def test_what_fails_in_a_fork_fails_or_works_here(capfd: pytest.CaptureFixture[str]) -> None:
@@ -37,26 +44,10 @@ def test_what_fails_in_a_fork_fails_or_works_here(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
-def test_without_a_fork_everything_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of a pool, which may have no children, or without memory for one."""
+def test_a_process_of_a_pool_computes_everything_itself() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        first, second = pool.apply(_two_ids)
+        first, second = pool.apply(at_once, [[os.getpid, os.getpid]])
     assert first == second != HERE
-
-    def refuse() -> int:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(os, "fork", refuse)
-    assert at_once([os.getpid, os.getpid, os.getpid]) == [HERE] * 3
-
-
-def _two_ids() -> list[int]:
-    return at_once([os.getpid, os.getpid])
-
-
-def test_libraries_say_what_they_say_once(capfd: pytest.CaptureFixture[str]) -> None:
-    at_once([partial(os.write, 2, b"a warning\n")] * 2)
-    assert capfd.readouterr().err == "a warning\n"
 
 
 @pytest.mark.timeout(60)

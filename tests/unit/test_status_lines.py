@@ -7,22 +7,21 @@ import time
 import pytest
 
 from shardtune.planner import status_lines
-from shardtune.planner.status_lines import StatusLines
+from shardtune.planner.status_lines import status_lines as running
 
 
-def test_a_long_part_is_said_again_until_the_next_begins(
+def test_long_work_is_said_again_until_it_ends(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert status_lines._SILENT_S <= 10, "documented"
-    monkeypatch.setattr(status_lines, "_SILENT_S", 0.05)
+    assert status_lines._EVERY_S <= 10, "documented"
+    monkeypatch.setattr(status_lines, "_EVERY_S", 0.05)
     said, deadline = "", time.monotonic() + 20
-    with StatusLines() as lines:
-        lines.say("reading")
+    with running() as say:
+        say("reading")
         while "still" not in said and time.monotonic() < deadline:
             time.sleep(0.01)
             said += capsys.readouterr().err
-        lines.say("simulating")
+        say("simulating")
     said += capsys.readouterr().err
-    first, *again, last = said.splitlines()
-    assert first == "Plan: reading" and last == "Plan: simulating"
-    assert {line.split(",")[0] for line in again} == {"Plan: still at it"}
+    first, *again = [line.split(",")[0] for line in said.splitlines()]
+    assert first == "Plan: reading" and {*again} == {"Plan: simulating", "Plan: still at it"}
