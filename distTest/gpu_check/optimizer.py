@@ -12,7 +12,8 @@ from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.gpu_check.device import seconds
 from distTest.gpu_check.kernels import error
 from shardtune.distributed.compiling import can_compile
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.optimizers.rules import AdamW, AdamW8bit
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 # Of weights that may differ from a CPU's, or compiled from eager ones: a product that is rounded
 # once less moves a value across its random threshold.
@@ -96,10 +97,10 @@ def _low_precision(size: int, eight_bit: bool, device: str, compiled: bool = Fal
     return weight.detach()
 
 
-def _adamw(weight: nn.Parameter, eight_bit: bool, compiled: bool) -> LowPrecisionAdamW:
+def _adamw(weight: nn.Parameter, eight_bit: bool, compiled: bool) -> ShardedOptimizer:
     groups = [{"params": [("weight", weight)], "weight_decay": _SETTINGS["weight_decay"]}]
-    lr, betas, eps = (_SETTINGS[name] for name in ("lr", "betas", "eps"))
-    adamw = LowPrecisionAdamW(groups, lr=lr, betas=betas, eps=eps, seed=1, eight_bit=eight_bit)
+    settings = {name: _SETTINGS[name] for name in ("lr", "betas", "eps")}
+    adamw = ShardedOptimizer(groups, AdamW8bit if eight_bit else AdamW, seed=1, **settings)
     if compiled:
         adamw.compile_update()
     return adamw

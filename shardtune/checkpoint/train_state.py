@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from shardtune.distributed.tensors import to_local
 from shardtune.model.traits import is_factor
 
 MODEL, RANDOM = "model.", "random."
@@ -27,28 +27,18 @@ def training_state(
     """
     tied = model.all_tied_weights_keys
     tensors: dict[str, torch.Tensor] = {}
-    new_state = getattr(optimizer, "new_state", _new_adam_state)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter not in optimizer.state:
-                optimizer.state[parameter] = new_state(parameter)
+                optimizer.state[parameter] = cast(Any, optimizer).new_state(parameter)
             for key, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{key}.{tied.get(name, name)}"] = value
     return tensors | model_state(model, masters_by_name(optimizer))
 
 
-def _new_adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the state that torch.optim.AdamW(fused=True) creates."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=to_local(parameter).device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
-
-
 def masters_by_name(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the weights in host memory that the optimizer updates in place of the model's."""
-    host = getattr(optimizer, "host", None)
+    host = cast(Any, optimizer).host
     return {
         name: host.masters[parameter]
         for group in optimizer.param_groups

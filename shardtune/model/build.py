@@ -53,6 +53,7 @@ from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import unsupported
 from shardtune.model.text_model import build_text_model
 from shardtune.model.traits import decoder_layers
+from shardtune.optimizers.rules import find_rule
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
 # recomputes the rest.
@@ -93,6 +94,7 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     """
     model, distribute = _sharding(config, model_config, world)
     layout = world.layout
+    rule = find_rule(layout.optimizer, layout.master_dtype)
     not_spread = list(spread_problems(model, layout.expert, layout.expert_shards))
     not_cut = list(stage_problems(model, layout))
     instead = partial(without_context, model, world)
@@ -101,9 +103,9 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     try:
         if layout.is_lora:
             choose_targets(model, config.lora)
-        elif layout.optimizer == "adamw8bit" and not (not_spread or not_cut):
+        elif rule.has_blocks and not (not_spread or not_cut):
             distribute(model)
-            require_whole_blocks(model)
+            require_whole_blocks(model, layout.optimizer)
     except UserError as error:
         problems += error.problems
     if problems:

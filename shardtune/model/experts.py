@@ -42,6 +42,7 @@ from shardtune.model.grouped_experts import (
     take_rows,
 )
 from shardtune.model.traits import has_experts, is_factor, is_stack
+from shardtune.optimizers.rounding import SCALE_BLOCK
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' names
@@ -294,9 +295,6 @@ def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
     counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
 
 
-SCALE_BLOCK = 256  # elements of the last dimension that share a scale, with adamw8bit
-
-
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
     """Return the dimension of a parameter that FSDP2 splits into `shards`.
 
@@ -316,7 +314,7 @@ def _leaves_empty_slices(length: int, shards: int) -> bool:
     return -(-length // shards) * (shards - 1) >= length
 
 
-def require_whole_blocks(model: PreTrainedModel) -> None:
+def require_whole_blocks(model: PreTrainedModel, optimizer: str) -> None:
     """Check that no rank's part of a weight begins or ends within a block that shares a scale.
 
     Raises:
@@ -326,10 +324,10 @@ def require_whole_blocks(model: PreTrainedModel) -> None:
         width = to_local(parameter).shape[-1]
         if parameter.dim() >= 2 and width < parameter.shape[-1] and width % SCALE_BLOCK:
             raise UserError(
-                f"optimizer.name=adamw8bit: {name} is divided into parts of {width} columns, which "
-                f"cut its blocks of {SCALE_BLOCK} with one scale - use parallel.expert, so that "
-                "whole experts are spread, parallel.replicate, so that fewer ranks share a copy, "
-                "or optimizer.name=adamw"
+                f"optimizer.name={optimizer}: {name} is divided into parts of {width} columns, "
+                f"which cut its blocks of {SCALE_BLOCK} with one scale - use parallel.expert, so "
+                "that whole experts are spread, parallel.replicate, so that fewer ranks share a "
+                "copy, or optimizer.name=adamw"
             )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardtune.distributed.layout import BYTES, Layout
+from shardtune.optimizers.rules import find_rule
 from shardtune.planner.machine import Machine
 from shardtune.training.host_states import PIECE, PIECES
 from shardtune.training.reshard import ReshardPolicy
-
-_EIGHT_BITS = 2 * (1 + 4 / 256)  # bytes of both moments, with the scales of their blocks
 
 
 class Copied(NamedTuple):
@@ -66,8 +65,8 @@ def pieces_bytes(largest: int, layout: Layout) -> int:
 
 def _bytes(layout: Layout) -> tuple[int, float]:
     """Return the bytes of an element's gradient, and of its states in host memory."""
-    moments = _EIGHT_BITS if layout.optimizer == "adamw8bit" else 2 * BYTES[layout.master_dtype]
-    return BYTES[layout.gradient_dtype], moments + _master_bytes(layout)
+    states = find_rule(layout.optimizer, layout.master_dtype).bytes_per_element(layout.master_dtype)
+    return BYTES[layout.gradient_dtype], states + _master_bytes(layout)
 
 
 def _master_bytes(layout: Layout) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-import torch
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
@@ -13,29 +12,22 @@ from shardtune.distributed.world import World
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.simulate import Measured
 from shardtune.planner.tracker import Cause, Peak
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 from shardtune.training.states import StateBytes
 
 
 def step_memory(
     measured: Measured,
     states: StateBytes,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardedOptimizer,
     pieces: int,
     is_gpu: bool,
 ) -> tuple[dict[str, Peak], list[int]]:
     """Return the peak of each phase, and a GPU's pools. `pieces`: bytes of an update's."""
-    peaks = _peaks(measured, states, _update_bytes(optimizer) + pieces)
+    worked_in = max(map(optimizer.eager_bytes, optimizer.trained))
+    peaks = _peaks(measured, states, worked_in + pieces)
     pools = _pools(measured.pools, states) + [pieces] * bool(pieces)
     return peaks, pools if is_gpu else []
-
-
-def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the memory in which an update works, beside the states."""
-    if not isinstance(optimizer, LowPrecisionAdamW):
-        return 0
-    trained = (p for group in optimizer.param_groups for p in group["params"])
-    return max(optimizer.eager_bytes(p) for p in trained)
 
 
 def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[str, Peak]:

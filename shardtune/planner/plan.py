@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -42,6 +41,7 @@ from shardtune.training.reshard import (
     kept_bytes,
     room_beside,
 )
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
 
@@ -379,7 +379,7 @@ def _keep_groups(
     measured: Measured,
     model: PreTrainedModel,
     kept: KeptBytes,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardedOptimizer,
     pieces: int,
     world: World,
 ) -> Plan:

@@ -22,6 +22,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
+from shardtune.optimizers.rules import smaller_rules
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.host_link import host_link, host_states_bytes
 from shardtune.planner.machine import Machine
@@ -388,8 +389,8 @@ def _same_training(layout: Layout, degrees: Sequence[int]) -> Iterator[list[Sett
     if trains_all and layout.master_dtype != "bfloat16":
         price = "weights rounded at random to bfloat16"
         yield [({"model.master_dtype": "bfloat16"}, price)]
-    if trains_all and layout.optimizer != "adamw8bit":
-        yield [({"optimizer.name": "adamw8bit"}, "moments of 8 bits")]
+    for rule in smaller_rules(layout.optimizer, layout.master_dtype) if trains_all else ():
+        yield [({"optimizer.name": rule.name}, rule.price)]
     if trains_all and layout.reduce_dtype != "bfloat16":
         price = "gradients summed with 8 bits of precision"
         yield [({"model.reduce_dtype": "bfloat16"}, price)]

@@ -38,6 +38,7 @@ from shardtune.training.metrics import Metrics, read_entries
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
 from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 from shardtune.training.sinks import open_sinks
 from shardtune.training.stage import Stage
 from shardtune.training.states import state_bytes
@@ -113,7 +114,7 @@ class States(NamedTuple):
     model: PreTrainedModel
     owned: OwnedParameters
     host: HostStates | None  # with optimizer.offload
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedOptimizer
 
 
 def build_states(config: Config, model_config: PretrainedConfig, world: World) -> States:

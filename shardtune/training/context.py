@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from shardtune.checkpoint import Checkpoint, Saver
 from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.run_dir import RunDir
@@ -25,6 +23,7 @@ from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepObserver
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 from shardtune.training.stage import Stage
 
 
@@ -66,7 +65,7 @@ class TrainContext:
     is_flat: bool  # a batch is one row without padding
     owned: OwnedParameters
     host: HostStates | None  # with optimizer.offload
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedOptimizer
     reshard: ReshardPolicy
     stage: Stage
     row_cost: Cost

@@ -8,7 +8,7 @@ and kernels overlap. The kernels are those of a run without offload, and so are 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,6 @@ from shardtune.training.sent_gradients import SentGradients
 PIECE = 1 << 22  # elements of a piece
 PIECES = 2  # on the device at the same time
 _ALIGNED = 64  # bytes
-_MOST_STATES = 4  # of a parameter
 
 
 def piece_rows(n_columns: int) -> int:
@@ -60,16 +59,17 @@ class HostStates:
         # Those on the device, and what says that they are back in host memory.
         self._pieces: deque[tuple[torch.cuda.Event, dict[str, torch.Tensor]]] = deque()
 
-    def reserve(self, state_bytes: int) -> None:
+    def reserve(self, state_sizes: Iterable[int]) -> None:
         """Pin memory for gradients, and for an optimizer's states, which `zeros` will return.
+
+        `state_sizes`: the bytes of each of their tensors.
 
         Raises:
             RunFailed: the node cannot pin it.
         """
         dtype = self._gradient_dtype
         gradients = sum(_size(p, dtype) for p in self._parameters)
-        gaps = _MOST_STATES * _ALIGNED * len(self._parameters)
-        self._free = _pinned(gradients + state_bytes + gaps)
+        self._free = _pinned(gradients + sum(map(_aligned, state_sizes)))
         for parameter in self._parameters:
             self._gradients[parameter] = self.zeros(to_local(parameter).shape, dtype=dtype)
 

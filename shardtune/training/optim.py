@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from shardtune.config import Config, SchedulerConfig
 from shardtune.distributed import compiling
@@ -19,62 +17,49 @@ from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, first_line
 from shardtune.log import logger
 from shardtune.metrics_schema import RefusedEntry
-from shardtune.model.experts import is_spread
+from shardtune.optimizers.rules import find_rule
 from shardtune.training.context import Run
-from shardtune.training.host_adamw import HostAdamW
 from shardtune.training.host_states import HostStates
 from shardtune.training.loss_spikes import inspect_command
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.metrics import Metrics, StepStats
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.sent_gradients import row_norms
-from shardtune.training.states import moment_bytes
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 _NORM_PIECE = 1 << 24  # elements that are float64 at the same time
 
 
 def build_optimizer(
     owned: OwnedParameters, config: Config, host: HostStates | None = None
-) -> torch.optim.Optimizer:
-    """Build AdamW over the sharded master weights, with weight decay for matrices alone.
+) -> ShardedOptimizer:
+    """Build the optimizer of the sharded master weights, with weight decay for matrices alone.
 
     Its step ends when every replica has the new weights. `host`: where its states are, if not on
     the device.
     """
-    optimizer = _build_adamw(owned, config, host)
+    settings, layout, named = config.optimizer, owned.layout, owned.by_name.items()
+    rule = find_rule(layout.optimizer, layout.master_dtype)
+    decayed = {
+        "params": [(name, p) for name, p in named if p.dim() >= 2],
+        "weight_decay": settings.weight_decay,
+    }
+    others = {"params": [(name, p) for name, p in named if p.dim() < 2]}
+    optimizer = ShardedOptimizer(
+        (group for group in (decayed, others) if group["params"]),
+        rule,
+        config.run.seed,
+        DTYPES[layout.master_dtype],
+        host,
+        **{key: getattr(settings, key) for key in ("lr", *rule.hyperparameters)},
+    )
     if host:
-        host.reserve(moment_bytes(optimizer))
+        host.reserve(chain(*map(optimizer.state_sizes, optimizer.trained)))
     optimizer.register_step_post_hook(owned.gather)
     return optimizer
 
 
-def _build_adamw(
-    owned: OwnedParameters, config: Config, host: HostStates | None
-) -> torch.optim.Optimizer:
-    settings, layout, named = config.optimizer, owned.layout, owned.by_name
-    decayed = {
-        "params": [(name, p) for name, p in named.items() if p.dim() >= 2],
-        "weight_decay": settings.weight_decay,
-    }
-    others = {"params": [(n, p) for n, p in named.items() if p.dim() < 2], "weight_decay": 0.0}
-    groups = [group for group in (decayed, others) if group["params"]]
-    common: Any = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
-    if layout.optimizer == "adamw" and layout.master_dtype == "float32":
-        if host:
-            return HostAdamW(groups, **common, host=host)
-        return torch.optim.AdamW(groups, **common, fused=True)
-    return LowPrecisionAdamW(
-        groups,
-        **common,
-        seed=config.run.seed,
-        eight_bit=layout.optimizer == "adamw8bit",
-        master=DTYPES[layout.master_dtype],
-        host=host,
-    )
-
-
-def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
-    """Compile the update of low-precision weights: on GPUs always, on CPUs with model.compile=true.
+def compile_update(optimizer: ShardedOptimizer, config: Config, world: World) -> None:
+    """Compile an update that is not fused: on GPUs always, on CPUs with model.compile=true.
 
     Collective. Where a rank cannot, all of them update eagerly, and the log says so.
 
@@ -82,9 +67,7 @@ def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: Worl
         RunFailed: a rank cannot, with model.compile=true.
     """
     is_asked_for, device = config.model.compile is True, world.device
-    if not isinstance(optimizer, LowPrecisionAdamW):
-        return
-    if not (is_asked_for or device.type == "cuda"):
+    if optimizer.rule.is_fused or not (is_asked_for or device.type == "cuda"):
         return
     problem = ""
     if not (is_asked_for or compiling.can_compile(device)):
@@ -108,7 +91,7 @@ def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: Worl
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 
-def kinds_of_run(optimizer: torch.optim.Optimizer, world: World) -> dict[str, str]:
+def kinds_of_run(optimizer: ShardedOptimizer, world: World) -> dict[str, str]:
     """Return what the run computes `compiled` and what `eager`, by its name, where that decides the
     last bits of its numbers. Collective.
 
@@ -118,7 +101,7 @@ def kinds_of_run(optimizer: torch.optim.Optimizer, world: World) -> dict[str, st
     if world.device.type != "cuda":
         return {}
     own = dict(compiling.kinds)
-    if isinstance(optimizer, LowPrecisionAdamW):
+    if not optimizer.rule.is_fused:
         own["the update of the weights"] = "compiled" if optimizer.is_compiled else "eager"
     per_rank = [list(kinds.items()) for kinds in world.all_gather_json(own)]
     return dict(sorted(chain(*per_rank), key=lambda item: item[1] == "eager"))
@@ -177,27 +160,11 @@ def _norms(gradient: torch.Tensor) -> list[torch.Tensor]:
     return [torch.linalg.vector_norm(piece, dtype=torch.float64)[None] for piece in pieces]
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, norm: float) -> None:
-    """Let the next step scale all gradients by max_norm / norm if the global norm is larger.
-
-    Our own optimizers multiply in float32 where they read a gradient. PyTorch's fused AdamW has
-    `grad_scale`, by which it divides, so that the last bits would be others, and it writes each
-    gradient back: they are scaled before.
-    """
+def clip_gradients(optimizer: ShardedOptimizer, max_norm: float, norm: float) -> None:
+    """Let the next step scale all gradients by max_norm / norm if the global norm is larger."""
     # As PyTorch computes it on the device, in float32. The host has the norm.
     inverse = 1 / (np.float32(norm) + np.float32(1e-6))
-    factor = min(float(np.float32(max_norm) * inverse), 1.0)
-    if isinstance(optimizer, LowPrecisionAdamW | HostAdamW):
-        optimizer.gradient_factor = factor
-    elif factor < 1:
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        clipped = [p for p in trained if p.grad is not None]
-        # Filled on the device: the host would wait for a copy.
-        on_device = torch.full((), norm, dtype=torch.float32, device=clipped[0].device)
-        # PyTorch scales no gradients of different meshes together.
-        spread = [p for p in clipped if is_spread(p)]
-        for group in (spread, [p for p in clipped if not is_spread(p)]):
-            clip_grads_with_norm_(group, max_norm, on_device)
+    optimizer.gradient_factor = min(float(np.float32(max_norm) * inverse), 1.0)
 
 
 def require_finite(

@@ -9,6 +9,7 @@ import torch
 
 from shardtune.distributed.layout import Layout
 from shardtune.errors import OutOfMemory, first_line
+from shardtune.optimizers.rules import smaller_rules
 
 _LONG_ROW = 1 << 14  # tokens; a shorter one leaves a rank's kernels few
 
@@ -61,13 +62,12 @@ def _smaller_state(layout: Layout) -> list[str]:
     """Return the settings, of those not made yet, with which the state takes less."""
     if layout.is_lora:
         return []
-    is_set = {
-        "model.master_dtype=bfloat16": layout.master_dtype == "bfloat16",
-        "optimizer.name=adamw8bit": layout.optimizer == "adamw8bit",
-        "model.reduce_dtype=bfloat16": layout.reduce_dtype == "bfloat16",
-        "lora.rank=16": False,
-    }
-    return [setting for setting in is_set if not is_set[setting]]
+    return [
+        *["model.master_dtype=bfloat16"] * (layout.master_dtype != "bfloat16"),
+        *(f"optimizer.name={r.name}" for r in smaller_rules(layout.optimizer, layout.master_dtype)),
+        *["model.reduce_dtype=bfloat16"] * (layout.reduce_dtype != "bfloat16"),
+        "lora.rank=16",
+    ]
 
 
 @contextmanager

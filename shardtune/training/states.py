@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from shardtune.distributed.layout import BYTES, Layout
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -42,36 +43,22 @@ class StateBytes:
         return self.optimizer + self.host_optimizer
 
 
-def state_bytes(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, layout: Layout
-) -> StateBytes:
+def state_bytes(model: PreTrainedModel, optimizer: ShardedOptimizer, layout: Layout) -> StateBytes:
     """Compute what the state takes after the first step; nothing is allocated."""
-    trained, gradient_bytes = _trained(optimizer), BYTES[layout.gradient_dtype]
+    trained, gradient_bytes = optimizer.trained, BYTES[layout.gradient_dtype]
     gradients = sum(to_local(p).numel() for p in trained) * gradient_bytes
-    moments = moment_bytes(optimizer)
+    states = sum(chain(*map(optimizer.state_sizes, trained)))
     parameters = sum(map(_local_bytes, model.parameters()))
     steps = 4 * len(trained)  # each has the number of its step
     if not layout.offloads:
-        return StateBytes(parameters, gradients, moments + steps)
+        return StateBytes(parameters, gradients, states + steps)
     # A group's gradients leave the device while those of the next one are reduced.
     groups = (filter(_is_trained, group) for group in gathered_groups(model).values())
     largest = max(sum(to_local(p).numel() for p in group) for group in groups)
     master = DTYPES[layout.master_dtype]
     masters = sum(to_local(p).numel() * master.itemsize for p in trained if p.dtype != master)
     in_flight = 2 * largest * gradient_bytes
-    return StateBytes(parameters, in_flight, steps, masters, gradients, moments)
-
-
-def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of this rank's moments."""
-    trained = _trained(optimizer)
-    if isinstance(optimizer, LowPrecisionAdamW):
-        return sum(map(optimizer.state_bytes, trained))
-    return 2 * 4 * sum(to_local(p).numel() for p in trained)  # float32
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return StateBytes(parameters, in_flight, steps, masters, gradients, states)
 
 
 def _is_trained(parameter: torch.Tensor) -> bool:

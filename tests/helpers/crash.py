@@ -23,7 +23,14 @@ import torch.distributed as dist
 
 from helpers.faults import Call, DiskOs
 from helpers.ranks import world_of
-from helpers.thread_ranks import Tiny, TinyConfig, on_threads, save_steps, thread_worlds
+from helpers.thread_ranks import (
+    Tiny,
+    TinyConfig,
+    on_threads,
+    optimizer_of,
+    save_steps,
+    thread_worlds,
+)
 from shardtune.checkpoint import (
     agree_on_checkpoint,
     clear_leftovers,
@@ -333,7 +340,7 @@ class Judge:
             checkpoint.manifest["tensors"]
         )
         model = Tiny(TinyConfig())
-        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+        optimizer = optimizer_of(model)
         load_checkpoint(
             checkpoint,
             model,

@@ -21,8 +21,10 @@ from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.world import World
+from shardtune.optimizers.rules import FusedAdamW
 from shardtune.run_files import METRICS
 from shardtune.training.metrics import Metrics
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
@@ -42,6 +44,11 @@ class Tiny(PreTrainedModel):
         super().__init__(config)
         self.linear = torch.nn.Linear(width, 3)
         self.post_init()
+
+
+def optimizer_of(model: PreTrainedModel) -> ShardedOptimizer:
+    groups: Any = [{"params": list(model.named_parameters())}]
+    return ShardedOptimizer(groups, FusedAdamW, 1, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
 
 
 def on_threads(worlds: Sequence[World], work: Callable[[World], T]) -> list[T]:
@@ -65,7 +72,7 @@ class Run:
         self.directory = directory
         model = Tiny(TinyConfig())
         self.weight = model.linear.weight
-        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+        optimizer = optimizer_of(model)
         training_state(model, optimizer)
         self.worlds = thread_worlds(2)
         config = CheckpointConfig(mode="async")
@@ -103,7 +110,7 @@ def save_steps(
     Rank r is on the disk of `run_dirs[r % len(run_dirs)]`, and writes its share of the tensors.
     """
     model = model or Tiny(TinyConfig())
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    optimizer = optimizer_of(model)
     training_state(model, optimizer)  # creates Adam's state, once for all ranks
     worlds = thread_worlds(ranks)
     leader_of = [rank % len(run_dirs) for rank in range(ranks)]

@@ -32,10 +32,11 @@ from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import copy_slice, to_local
 from shardtune.model.build import build_model
+from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training import reshard
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.optim import build_optimizer
 from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 from shardtune.training.states import state_bytes
 
 BFLOAT16, EIGHT_BITS = "model.master_dtype=bfloat16", "optimizer.name=adamw8bit"
@@ -103,13 +104,13 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
             ),
         )
     owned = OwnedParameters(model, world)
-    optimizer = LowPrecisionAdamW(
+    optimizer = ShardedOptimizer(
         [{"params": list(owned.by_name.items()), "weight_decay": 0.1}],
+        AdamW8bit if eight_bit else AdamW,
         lr=1e-3,
         betas=(0.9, 0.95),
         eps=1e-8,
         seed=5,
-        eight_bit=eight_bit,
     )
     torch.manual_seed(1)
     for _ in range(3):

@@ -22,8 +22,9 @@ from shardtune.distributed.gpus import use_gpu
 from shardtune.distributed.host_memory import pinned_zeros, unpin
 from shardtune.model import attention
 from shardtune.model.grouped_experts import expert_outputs
+from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.planner.tracker import varlen_workspace
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 pytestmark = needs_compiler
 
@@ -204,7 +205,7 @@ def an_eager_update_works_in_the_memory_of_a_plan() -> None:
         weight.grad = torch.ones_like(weight)
         groups = [{"params": [("weight", weight)]}]
         more: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "seed": 1}
-        adamw = LowPrecisionAdamW(groups, lr=1e-3, eight_bit=eight_bit, **more)
+        adamw = ShardedOptimizer(groups, AdamW8bit if eight_bit else AdamW, lr=1e-3, **more)
         adamw.step()  # makes its states
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

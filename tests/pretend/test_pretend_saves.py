@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from helpers.pretended import needs_compiler, on_gpus
-from helpers.thread_ranks import Tiny, TinyConfig, thread_worlds
+from helpers.thread_ranks import Tiny, TinyConfig, optimizer_of, thread_worlds
 from safetensors.torch import load_file
 
 from shardtune.checkpoint import Saver
@@ -27,9 +27,7 @@ def test_a_save_has_the_weights_of_its_step_though_training_goes_on(tmp_path: Pa
 def _save_and_update() -> None:
     world = replace(thread_worlds(1)[0], device=torch.device("cuda"))
     model = Tiny(TinyConfig()).cuda()
-    optimizer = torch.optim.AdamW(
-        model.named_parameters(), lr=0.1, fused=True
-    )  # no wait of its own
+    optimizer = optimizer_of(model)  # it waits for no copy
     config = CheckpointConfig(mode="async")
     saver = Saver(RunDir(Path("run"), [0], None), config, 60, model, optimizer, {}, world)
     for step in (1, 2):  # the second one finds the first one's copies

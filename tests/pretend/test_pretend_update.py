@@ -20,10 +20,11 @@ from shardtune.config import Config
 from shardtune.distributed import compiling
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
+from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training import optim
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.setup import start_logging
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 pytestmark = needs_compiler
 
@@ -75,13 +76,13 @@ def update_where(rank_that_cannot: int | None, config: Config) -> None:
     if rank_that_cannot is not None:
         compiling.can_compile = lambda _: True
         if world.rank != rank_that_cannot:
-            compiles: Any = LowPrecisionAdamW
+            compiles: Any = ShardedOptimizer
             compiles.compile_update = lambda optimizer: setattr(optimizer, "is_compiled", True)
     model_config = AutoConfig.from_pretrained(config.model.path)
-    owned = OwnedParameters(build_model(config, model_config, world), config, world)
+    owned = OwnedParameters(build_model(config, model_config, world), world)
     optimizer = optim.build_optimizer(owned, config)
     optim.compile_update(optimizer, config, world)
-    assert isinstance(optimizer, LowPrecisionAdamW) and not optimizer.is_compiled
+    assert not optimizer.is_compiled
     assert optim.kinds_of_run(optimizer, world)["the update of the weights"] == "eager"
     for parameter in owned.by_name.values():
         parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
@@ -120,9 +121,8 @@ def count_kernels(out: Path) -> None:
         launched: Counter[Any] = Counter()
         vars(torch)["compile"] = Compiler(launched.update, lambda: True).compile
         weight = nn.Parameter(torch.zeros(sizes, dtype=torch.bfloat16, device="cuda"))
-        optimizer = LowPrecisionAdamW(
-            [{"params": [("weight", weight)]}], 1e-3, (0.9, 0.95), 1e-8, 1, eight_bit
-        )
+        groups, rule = [{"params": [("weight", weight)]}], AdamW8bit if eight_bit else AdamW
+        optimizer = ShardedOptimizer(groups, rule, 1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
         optimizer.compile_update()
         launched.clear()
         weight.grad = torch.zeros_like(weight)

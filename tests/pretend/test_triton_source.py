@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardtune.distributed import compiling
 from shardtune.model import grouped_experts, loss
 from shardtune.model.grouped_experts import gather_both_ways
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.optimizers.rules import AdamW, AdamW8bit
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 pytestmark = needs_compiler
 
@@ -68,11 +69,11 @@ def use_experts() -> None:
 
 
 def use_update() -> None:
-    for is_eight_bit in (True, False):
+    for rule in (AdamW8bit, AdamW):
         weights = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((4096, 1024), (1024,))]
         named = [(str(i), nn.Parameter(weight.to("cuda"))) for i, weight in enumerate(weights)]
         options: Any = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "seed": 1}
-        LowPrecisionAdamW([{"params": named}], **options, eight_bit=is_eight_bit).compile_update()
+        ShardedOptimizer([{"params": named}], rule, **options).compile_update()
 
 
 def use_layer() -> None:

@@ -7,24 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from shardtune.training import host_states, low_precision_optim, stochastic_rounding
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
-from shardtune.training.stochastic_rounding import code_tables, magnitudes
+from shardtune.optimizers import rounding
+from shardtune.optimizers.rounding import code_tables, magnitudes
+from shardtune.optimizers.rules import AdamW, AdamW8bit
+from shardtune.training import host_states, sharded_optimizer
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 CPU = torch.device("cpu")
 
 
 def optimizer_of(
     *weights: torch.Tensor, eight_bit: bool = False, seed: int = 1, **given: Any
-) -> LowPrecisionAdamW:
+) -> ShardedOptimizer:
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8} | given
     named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
     for weight in weights:
         weight.grad_dtype = torch.float32  # as the model's are
     decay = settings.pop("weight_decay", 0.0)
-    return LowPrecisionAdamW(
-        [{"params": named, "weight_decay": decay}], seed=seed, eight_bit=eight_bit, **settings
-    )
+    groups, rule = [{"params": named, "weight_decay": decay}], AdamW8bit if eight_bit else AdamW
+    return ShardedOptimizer(groups, rule, seed, **settings)
 
 
 def noise(rows: int, columns: int, step: int = 1, name: str = "w", seed: int = 0) -> torch.Tensor:
@@ -33,12 +34,12 @@ def noise(rows: int, columns: int, step: int = 1, name: str = "w", seed: int = 0
 
 
 def noise_key(seed: int, step: int, name: str = "w") -> torch.Tensor:
-    return stochastic_rounding.noise_keys(seed, [step], [name], CPU)[0, 0]
+    return rounding.noise_keys(seed, step, [name], CPU)[0, 0]
 
 
 def noise_bits(rows: int, columns: int, key: torch.Tensor) -> torch.Tensor:
     numbers = torch.arange(columns, dtype=torch.int32)
-    return stochastic_rounding.noise_bits(torch.arange(rows), numbers, key)
+    return rounding.noise_bits(torch.arange(rows), numbers, key)
 
 
 def test_rounding_is_right_on_average_and_only_to_a_neighbour():
@@ -48,9 +49,7 @@ def test_rounding_is_right_on_average_and_only_to_a_neighbour():
         total, seen = torch.zeros((), dtype=torch.float64), set()
         for step in range(8):
             target = torch.empty_like(exact, dtype=torch.bfloat16)
-            stochastic_rounding.store_rounded(
-                target, exact, noise_bits(1000, 1000, noise_key(3, step))
-            )
+            rounding.store_rounded(target, exact, noise_bits(1000, 1000, noise_key(3, step)))
             total += target.double().mean()
             seen |= set(target.unique().tolist())
         low, high = min(seen), max(seen)
@@ -59,7 +58,7 @@ def test_rounding_is_right_on_average_and_only_to_a_neighbour():
         assert abs(total / 8 - exact[0, 0].double()) < 5 * (high - low) / 2 / 8e6**0.5
     exact_in_bfloat16 = torch.randn(64, 64).bfloat16()
     target = torch.empty_like(exact_in_bfloat16)
-    stochastic_rounding.store_rounded(target, exact_in_bfloat16.float(), noise(64, 64).int() << 16)
+    rounding.store_rounded(target, exact_in_bfloat16.float(), noise(64, 64).int() << 16)
     assert torch.equal(target, exact_in_bfloat16)
 
 
@@ -82,10 +81,10 @@ def test_elements_beyond_32_bits_have_noise_of_their_own():
     key, columns = noise_key(0, 1), torch.arange(64, dtype=torch.int32)
     near, far = torch.arange(64), torch.arange(64) + 2**32
     assert not torch.equal(
-        stochastic_rounding.noise_bits(near, columns, key),
-        stochastic_rounding.noise_bits(far, columns, key),
+        rounding.noise_bits(near, columns, key),
+        rounding.noise_bits(far, columns, key),
     )
-    box = stochastic_rounding._row_numbers(((2, 5, 9), (3, 1, 4)), CPU)
+    box = sharded_optimizer._row_numbers(((2, 5, 9), (3, 1, 4)), CPU)
     assert box.tolist() == [21, 22, 23, 25, 26, 27]
 
 
@@ -125,7 +124,7 @@ def test_codes_are_a_dynamic_map_and_their_lookup_is_a_search(bits):
     ]
     assert decades == [2 ** (bits - 3), 2 ** (bits - 2), 2 ** (bits - 1)]
     shares = torch.cat([torch.rand(100_000), 10 ** (-10 * torch.rand(100_000)), values])
-    lower = stochastic_rounding.lower_codes(values)[shares.view(torch.int32) >> 16]
+    lower = rounding.lower_codes(values)[shares.view(torch.int32) >> 16]
     lower = lower.clamp(max=len(values) - 2)
     lower = lower + (shares >= values[lower + 1]).int()
     assert torch.equal(lower, torch.bucketize(shares, values, right=True, out_int32=True) - 1)
@@ -144,8 +143,8 @@ def test_moments_of_8_bits_are_right_on_average_and_within_a_code(signed, width)
     total = torch.zeros(value.shape, dtype=torch.float64)
     for step in range(1000):
         bits = noise_bits(4, width, noise_key(0, step))
-        codes = stochastic_rounding.quantize(value, scale, bits, table).to(torch.uint8)
-        back = stochastic_rounding.dequantize(codes, scale, table)
+        codes = rounding.quantize(value, scale, bits, table).to(torch.uint8)
+        back = rounding.dequantize(codes, scale, table)
         total += back.double()
     # The widest spacing of codes: of the uppermost decade, by the number of its codes.
     spacing = 0.9 / (64 if signed else 128) * scale.repeat_interleave(256, dim=1)[:, :width]
@@ -266,7 +265,7 @@ def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
     [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
 def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, monkeypatch):
-    monkeypatch.setattr(low_precision_optim, "_COMPILED_PIECE", 9000)
+    monkeypatch.setattr(sharded_optimizer, "_COMPILED_PIECE", 9000)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for sizes in ((37, 600), (3, 50, 512), (700,), (41, 856), (64, 768), (900,), (5, 100)):
@@ -289,7 +288,7 @@ def test_a_compiled_update_of_many_experts_is_one_call():
 @pytest.mark.full
 def test_steps_compile_nothing_anew(monkeypatch):
     """The first step has a time limit, and a graph that fails in a later one would end the run."""
-    monkeypatch.setattr(low_precision_optim, "_COMPILED_PIECE", 30_000)
+    monkeypatch.setattr(sharded_optimizer, "_COMPILED_PIECE", 30_000)
     sizes = [(37, 600), (100, 2048), (600, 600), (1, 512), (9, 100), (2048,)]
     weights = [torch.nn.Parameter(torch.randn(each).bfloat16()) for each in sizes]
     optimizer = optimizer_of(*weights, eight_bit=True)
@@ -319,7 +318,7 @@ def test_the_optimizers_states_take_the_bytes_that_are_said(dtype, eight_bit, mo
     for weight, size in expected.items():
         state = optimizer.state[weight]
         assert sum(t.numel() * t.itemsize for t in state.values()) == size + 4
-        assert optimizer.state_bytes(weight) == size
+        assert sum(optimizer.state_sizes(weight)) == size
 
 
 @pytest.mark.parametrize("eight_bit", [False, True])

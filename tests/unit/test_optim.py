@@ -18,7 +18,7 @@ from shardtune.checkpoint.resume_rules import log_kinds
 from shardtune.config import SchedulerConfig
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.optimizers.rules import AdamW8bit, FusedAdamW
 from shardtune.training.optim import (
     build_optimizer,
     clip_gradients,
@@ -29,6 +29,7 @@ from shardtune.training.optim import (
     squared_gradients,
 )
 from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.sharded_optimizer import ShardedOptimizer
 
 # 12 steps, of which ceil(0.3 x 12) = 4 warm up, then 8 fall from 8e-4 to a tenth of that.
 HALF_COSINE = [(1 + math.cos(math.pi * eighths / 8)) / 2 for eighths in range(1, 9)]
@@ -101,27 +102,27 @@ def test_a_weight_that_is_not_finite_is_named_before_all_gradients():
     assert first_non_finite(model, parameters)[2] == "the weight 1.bias"
 
 
-def weights_and_optimizer(
-    low_precision: bool, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+def weights_and_optimizer(rule: Any, dtype: torch.dtype) -> tuple[list[torch.Tensor], Any]:
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(8, 300)), nn.Parameter(torch.randn(300))]
-    given: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    given: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     for weight in weights:
         weight.grad_dtype = dtype
         weight.grad = torch.randn(weight.shape).to(dtype)
-    if not low_precision:
-        return weights, torch.optim.AdamW(weights, fused=True, **given)
+    if rule is torch.optim.AdamW:
+        return weights, rule(weights, fused=True, **given)
     group = {"params": [(f"w{i}", weight) for i, weight in enumerate(weights)]}
-    return weights, LowPrecisionAdamW([group], seed=1, eight_bit=True, **given)
+    return weights, ShardedOptimizer([group], rule, seed=1, **given)
 
 
-@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "oracle"), [(FusedAdamW, torch.optim.AdamW), (AdamW8bit, AdamW8bit)]
+)
 @pytest.mark.parametrize("max_norm", [0.5, 1000.0])
-def test_a_clipped_update_is_that_of_gradients_which_pytorch_clips(low_precision, max_norm):
+def test_a_clipped_update_is_that_of_gradients_which_pytorch_clips(rule, oracle, max_norm):
     """To the bit; moments of 8 bits and the next step see the clipped gradients alone."""
-    expected, plain = weights_and_optimizer(low_precision, torch.float32)
-    weights, optimizer = weights_and_optimizer(low_precision, torch.float32)
+    expected, plain = weights_and_optimizer(oracle, torch.float32)
+    weights, optimizer = weights_and_optimizer(rule, torch.float32)
     for _ in range(2):
         norm = math.sqrt(squared_gradients(weights).item())
         torch.nn.utils.clip_grads_with_norm_(expected, max_norm, torch.tensor(norm))
@@ -136,8 +137,8 @@ def test_a_clipped_update_is_that_of_gradients_which_pytorch_clips(low_precision
 
 def test_gradients_of_bfloat16_are_clipped_in_float32_and_not_rewritten():
     """Written back, each would be rounded once more."""
-    weights, optimizer = weights_and_optimizer(True, torch.bfloat16)
-    exact, in_float32 = weights_and_optimizer(True, torch.float32)
+    weights, optimizer = weights_and_optimizer(AdamW8bit, torch.bfloat16)
+    exact, in_float32 = weights_and_optimizer(AdamW8bit, torch.float32)
     for weight, other in zip(weights, exact, strict=True):
         other.grad = weight.grad.float()
     before = [weight.grad.clone() for weight in weights]
@@ -152,7 +153,7 @@ def test_gradients_of_bfloat16_are_clipped_in_float32_and_not_rewritten():
 
 @pytest.mark.full
 def test_a_compile_that_was_asked_for_and_fails_names_the_optimizer(tmp_path):
-    _, optimizer = weights_and_optimizer(True, torch.float32)
+    _, optimizer = weights_and_optimizer(AdamW8bit, torch.float32)
     alone: Any = SimpleNamespace(device=torch.device("cpu"), all_gather_json=lambda value: [value])
     compile_update(optimizer, load(tmp_path), alone)
     assert not optimizer.is_compiled

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 from helpers.small_runs import checkpoint
-from helpers.thread_ranks import Tiny, TinyConfig, on_threads, save_steps, thread_worlds
+from helpers.thread_ranks import (
+    Tiny,
+    TinyConfig,
+    on_threads,
+    optimizer_of,
+    save_steps,
+    thread_worlds,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -17,7 +24,7 @@ from shardtune.checkpoint.train_state import training_state
 
 def test_ranks_that_hold_the_same_tensors_share_their_writing() -> None:
     model = Tiny(TinyConfig(), width=1000)
-    tensors = training_state(model, torch.optim.AdamW(model.named_parameters()))
+    tensors = training_state(model, optimizer_of(model))
     slices = on_threads(thread_worlds(3), lambda world: slices_to_write(tensors, world)[0])
     assert sorted(name for own in slices for name in own) == sorted(tensors)
     sizes = [sum(tensors[name].nbytes for name in own) for own in slices]

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.thread_ranks import Tiny, TinyConfig, on_threads, save_steps, thread_worlds
+from helpers.thread_ranks import (
+    Tiny,
+    TinyConfig,
+    on_threads,
+    optimizer_of,
+    save_steps,
+    thread_worlds,
+)
 
 from shardtune.checkpoint import load, load_checkpoint
 from shardtune.checkpoint.resume import agree_on_checkpoint
@@ -39,7 +46,7 @@ def test_ranks_of_another_world_draw_numbers_of_their_own_at_each_step(
     run_dir = RunDir(tmp_path, [0, 0, 0], None)
     for name in ("checkpoint_0000001", "checkpoint_0000002"):
         model, worlds = Tiny(TinyConfig()), thread_worlds(3)
-        optimizer = torch.optim.AdamW(model.named_parameters())
+        optimizer = optimizer_of(model)
         load.training_state(model, optimizer)  # creates Adam's state, once for all ranks
 
         def resume(world, name=name, model=model, optimizer=optimizer) -> None:

@@ -15,21 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardtune.distributed.tensors import first_indices, to_local
-from shardtune.model.experts import SCALE_BLOCK
+SCALE_BLOCK = 256  # elements of a weight's last dimension whose codes share a scale
 
 
-def noise_keys(
-    seed: int, steps: Iterable[int], names: Iterable[str], device: torch.device
-) -> torch.Tensor:
+def noise_keys(seed: int, step: int, names: Iterable[str], device: torch.device) -> torch.Tensor:
     """Return the keys of three independent noises for each tensor, int32 [tensors, 4].
 
     The fourth is unused: with it kernels read each row aligned.
     """
-    digests = (
-        hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
-        for step, name in zip(steps, names, strict=True)
-    )
+    digests = (hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest() for name in names)
     keys = [
         [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8, 12)]
         for digest in digests
@@ -42,34 +36,6 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers, in the whole tensor, of this rank's rows and columns.
-
-    int64 and int32. Rows are those of a matrix as wide as the last dimension.
-    """
-    local, first = to_local(parameter), first_indices(parameter)
-    box = tuple(zip(local.shape[:-1], first[:-1], parameter.shape[:-1], strict=True))
-    begin, width = (first[-1], local.shape[-1]) if local.dim() else (0, 1)
-    return _row_numbers(box, local.device), _column_numbers(begin, width, local.device)
-
-
-@functools.cache  # the layers' parameters have few boxes
-def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the number, in the whole tensor, of each row of a box of it.
-
-    `box`: its size, its first index and the tensor's size in every dimension but the last.
-    """
-    rows = torch.zeros((), dtype=torch.int64, device=device)
-    for size, begin, length in box:
-        rows = rows[..., None] * length + torch.arange(begin, begin + size, device=device)
-    return rows.flatten()
-
-
-@functools.cache
-def _column_numbers(begin: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(begin, begin + size, dtype=torch.int32, device=device)
 
 
 def noise_bits(rows: torch.Tensor, columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
