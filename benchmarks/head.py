@@ -30,6 +30,7 @@ from distTest.workloads.shapes import shape_of
 from shardtune.config_io import load_config
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
+from shardtune.model import documents
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
 from shardtune.model.loss import summed_loss, use_loss_head
@@ -100,12 +101,14 @@ def _step(model: PreTrainedModel, way: str, tokens: int) -> float:
     """Run forward and backward over one row, all of it trained; return the loss of a token."""
     positions = torch.arange(tokens).view(1, -1)
     ids = positions * 7919 % model.config.vocab_size
-    if way == "ours":
-        loss = summed_loss(model, flat_batch([ids[0]]))
-    else:
-        logits = model(input_ids=ids, position_ids=positions).logits
-        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
-    loss.backward()
+    batch = flat_batch([ids[0]])
+    with documents.of(batch):
+        if way == "ours":
+            loss = summed_loss(model, batch)
+        else:
+            logits = model(input_ids=ids, position_ids=positions).logits
+            loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+        loss.backward()
     return loss.item() / (tokens - 1)
 
 

@@ -37,6 +37,7 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, first_line
 from shardtune.log import quiet_libraries
+from shardtune.model import documents
 from shardtune.model.attention_check import (
     Attention,
     LogitsTrial,
@@ -239,19 +240,21 @@ def is_causal(model: PreTrainedModel) -> bool:
 def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
     """Return how rows are, and how far loss and gradients are from a loop over documents."""
     model.train()
-    documents, trained = _documents()
-    expected = one_by_one(model, documents, trained)
+    row, trained = _documents()
+    expected = one_by_one(model, row, trained)
     expected.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     if cannot_pack:
         config = _unpacked(config)
-    trial = LogitsTrial(model, Layout.of(config), _CPU, lambda leak: [leak])
-    attention = decide_attention(model, Layout.of(config), config.data.max_length, _CPU, trial)
+    trial = LogitsTrial(model, Layout.of(config), _CPU)
+    attention = decide_attention(trial, config.data.max_length)
     use_loss_head(model, _CPU)
     make = flat_batch if attention.is_flat else padded_batch
-    loss = summed_loss(model.train(), make(documents, trained))
-    loss.backward()
+    batch = make(row, trained)
+    with documents.of(batch):
+        loss = summed_loss(model.train(), batch)
+        loss.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
     differing = found.keys() ^ gradients.keys()

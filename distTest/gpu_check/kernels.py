@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
 from shardtune.data.batch import Batch
-from shardtune.model.attention import document_attention, documents
+from shardtune.model import documents
+from shardtune.model.attention import document_attention
 from shardtune.model.grouped_experts import expert_outputs
 from shardtune.model.loss import LossHead
 
@@ -51,7 +51,7 @@ def attention() -> Outcome:
             if dtype == torch.bfloat16:
                 if way != "varlen attention":
                     problems.append(f"{name}: {way} instead of varlen attention")
-                once, again = (_attend(inputs, lengths, window) for _ in range(2))
+                once, again = (_attend(inputs, lengths, window)[0] for _ in range(2))
                 same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
                 figures[name]["repeats_to_the_bit"] = same
                 if not same:
@@ -74,16 +74,18 @@ def _projections(
     ]
 
 
-def _attend(inputs: list[torch.Tensor], lengths: list[int], window: int) -> list[torch.Tensor]:
-    """Return output and gradients of `document_attention`."""
-    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
-    documents.set(lengths, boundaries)
+def _attend(
+    inputs: list[torch.Tensor], lengths: list[int], window: int
+) -> tuple[list[torch.Tensor], str]:
+    """Return output and gradients of `document_attention`, and the ways that it went."""
+    tried = documents.Tried()
     query, key, value, *sinks = inputs
     special: dict[str, Any] = {"sliding_window": window, "s_aux": next(iter(sinks), None)}
-    documents.ways.clear()
-    output, _ = document_attention(nn.Identity(), query, key, value, None, **special)
+    with documents.of(documents.row_of(lengths, "cuda"), tried=tried):
+        output, _ = document_attention(nn.Identity(), query, key, value, None, **special)
     weights = _weights(output)
-    return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
+    gradients = torch.autograd.grad((output * weights).sum(), inputs)
+    return [output.detach(), *gradients], " and ".join(tried.ways)
 
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
@@ -96,8 +98,7 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 def _attention_errors(
     inputs: list[torch.Tensor], lengths: list[int], window: int
 ) -> tuple[dict[str, float], str]:
-    found = _attend(inputs, lengths, window)
-    way = " and ".join(documents.ways)
+    found, way = _attend(inputs, lengths, window)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     groups = exact[0].shape[1] // exact[1].shape[1]
     query, key, value = exact[0], *(x.repeat_interleave(groups, 1) for x in exact[1:3])

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.gpu_check.kernels import error
 from distTest.workloads.batch import flat_batch
-from shardtune.model.attention import DOCUMENT_ATTENTION, documents
+from shardtune.model import documents
+from shardtune.model.attention import DOCUMENT_ATTENTION
 from shardtune.model.loss import summed_loss, use_loss_head
 
 SMALL: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024}
@@ -34,16 +35,17 @@ def packing() -> Outcome:
     for family in FAMILIES:
         for dtype, limits in _LIMITS.items():
             name = f"{family} in {str(dtype).removeprefix('torch.')}"
-            errors = _errors(family, dtype)
+            tried = documents.Tried()
+            errors = _errors(family, dtype, tried)
             figures[name] = {"loss": errors[0], "gradients": errors[1]}
-            figures[name]["ways"] = sorted(documents.ways)
+            figures[name]["ways"] = sorted(tried.ways)
             if not all(e <= limit for e, limit in zip(errors, limits, strict=True)):
                 problems.append(f"{name}: {errors[0]:.1e} of the loss, {errors[1]:.1e}")
     text = ", ".join(f"{f['gradients']:.1e} ({name})" for name, f in figures.items())
     return require(problems, f"gradients packed and alone differ by {text}", figures)
 
 
-def _errors(family: str, dtype: torch.dtype) -> tuple[float, float]:
+def _errors(family: str, dtype: torch.dtype, tried: documents.Tried) -> tuple[float, float]:
     torch.manual_seed(0)
     settings = FAMILIES[family] | (TINY if is_tiny() else {})
     config = AutoConfig.for_model(family, **settings)
@@ -59,12 +61,11 @@ def _errors(family: str, dtype: torch.dtype) -> tuple[float, float]:
         alone += loss.detach()
     expected = _take_gradients(model)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
-    documents.longest_of_run = max(lengths)
-    documents.ways.clear()
     batch = flat_batch(ids).to(torch.device("cuda"))
     use_loss_head(model, torch.device("cuda"))
-    loss = summed_loss(model, batch)
-    loss.backward()
+    with documents.of(batch, tried=tried):
+        loss = summed_loss(model, batch)
+        loss.backward()
     difference = abs(loss.item() / alone.item() - 1)
     return difference, error(_take_gradients(model), expected)
 

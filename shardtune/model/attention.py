@@ -27,8 +27,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from shardtune.distributed.older_torch import varlen_attn
 from shardtune.errors import first_line
-from shardtune.model.context import HeadExchange
+from shardtune.model import documents
 from shardtune.model.cpu_attention import causal_documents
+from shardtune.model.documents import Documents, Tried
 from shardtune.model.flash_attention import is_third, keep_second
 
 DOCUMENT_ATTENTION = "documents"  # its name in transformers' interface
@@ -42,76 +43,6 @@ class UnexpectedFeature(RuntimeError):
     def __init__(self, feature: str) -> None:
         super().__init__(f"attention asks for {feature}, which it did not in its trial")
         self.feature = feature
-
-
-class _Documents:
-    """The documents of the current batch, from its forward to the end of its backward.
-
-    A global, since models do not hand unknown arguments down to their attention.
-    """
-
-    lengths: list[int]  # in tokens
-    boundaries: torch.Tensor  # int32 [documents + 1]: where each document begins, and the end
-    slices: list[int] | None = None  # where ranks share the row, the tokens of each
-    heads: HeadExchange | None = None  # between these ranks
-    longest_of_run = 0  # tokens of the longest document of all data
-    ways: set[str]  # how layers have attended since a trial began
-    # Why `document_attention` is not the model's own attention; a list during the model's trial.
-    objections: list[str] | None = None
-    # The masks that a model made in its trial, with the window of each.
-    masks: list[tuple[torch.Tensor, int]] | None = None
-
-    def __init__(self) -> None:
-        self.ways = set()
-
-    def set(
-        self, lengths: list[int], boundaries: torch.Tensor, slices: list[int] | None = None
-    ) -> None:
-        self.lengths, self.boundaries, self.slices = lengths, boundaries, slices
-
-    @contextmanager
-    def one(self, length: int) -> Iterator[None]:
-        """Hide all documents but one, of so many tokens."""
-        all_of_row = self.lengths, self.boundaries, self.slices
-        boundaries = self.boundaries
-        self.set([length], length * torch.arange(2, device=boundaries.device, dtype=torch.int32))
-        try:
-            yield
-        finally:
-            self.set(*all_of_row)
-
-    def record_objection(self, feature: str) -> None:
-        if self.objections is None:
-            raise UnexpectedFeature(feature)
-        self.objections.append(feature)
-
-    def numbers(self) -> torch.Tensor:
-        """Return the number of each token's document, int32 [tokens]."""
-        lengths = self.boundaries.diff()
-        numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-        return numbers.repeat_interleave(lengths, output_size=sum(self.lengths))
-
-    def narrower(self, window: int | None) -> int:
-        """Return a window that is narrower than some document of the data, else 0."""
-        return window if window and window < self.longest_of_run else 0
-
-    def check_window(self, window: int | None, mask: torch.Tensor | None) -> None:
-        """Object to a mask that is not causal within the layer's window."""
-        mask = mask if mask is not None and mask.numel() else None  # see DenseAttention
-        if self.masks is None:
-            if mask is not None:
-                self.record_objection("a mask of its own")
-            return
-        of_mask = 0 if mask is None else next((w for m, w in self.masks if m is mask), None)
-        if of_mask is None:
-            self.record_objection("a mask of its own")
-        elif self.narrower(of_mask) != self.narrower(window):
-            self.record_objection(
-                f"a window or chunks of {of_mask or window} tokens in its masks or its layers alone"
-            )
-
-
-documents = _Documents()
 
 
 def document_attention(
@@ -131,18 +62,26 @@ def document_attention(
     The signature is that of transformers' attention interface. Returns (1, tokens, heads, value
     width), and no weights.
     """
-    documents.check_window(sliding_window, attention_mask)
-    _check_options(options)
+    row = documents.current()
+    _check_window(row.tried, sliding_window, attention_mask)
+    _check_options(row.tried, options)
     if key.shape[2] != query.shape[2]:  # DeepSeek V4 attends to compressed ones as well
-        documents.record_objection("keys that are not those of its tokens")
+        _object(row.tried, "keys that are not those of its tokens")
         return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2), None
-    attend = functools.partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window)
-    heads = documents.heads
-    if heads and query.shape[1] % heads.ranks:
-        documents.record_objection(f"layers of {query.shape[1]} heads")
-    if not heads or documents.slices is None:
+    attend = functools.partial(
+        _attend, row=row, dropout=dropout, scaling=scaling, window=sliding_window
+    )
+    if row.heads and query.shape[1] % row.heads.ranks:
+        _object(row.tried, f"layers of {query.shape[1]} heads")
+    if not row.heads or row.slices is None:
         return attend(query, key, value, s_aux), None
-    return heads.attend(attend, query, key, value, s_aux, documents.slices), None
+    return row.heads.attend(attend, query, key, value, s_aux, row.slices), None
+
+
+def _object(tried: Tried | None, feature: str) -> None:
+    if tried is None or tried.objections is None:
+        raise UnexpectedFeature(feature)
+    tried.objections.append(feature)
 
 
 def _attend(
@@ -150,12 +89,13 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     s_aux: torch.Tensor | None,
+    row: Documents,
     dropout: float,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
     """Return the output for whole rows, (1, tokens, heads, value width)."""
-    longest = max(documents.lengths)
+    longest, ways = max(row.lengths), row.tried.ways if row.tried else set()
     window = window if window and window < longest else 0
     width, value_width = query.shape[-1], value.shape[-1]
     # Varlen attention has no dropout, and one width for all: narrower values, such as those of
@@ -163,27 +103,27 @@ def _attend(
     if not dropout and value_width <= width:
         special = bool(window), s_aux is not None
         if _varlen_runs(*_kind(query), width, *special):
-            documents.ways.add("varlen attention")
+            ways.add("varlen attention")
             padded = F.pad(value, (0, width - value_width)) if value_width < width else value
             q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, padded))
-            output = _varlen(q, k, v, documents.boundaries, longest, scaling, window, s_aux)
+            output = _varlen(q, k, v, row.boundaries, longest, scaling, window, s_aux)
             return output[..., :value_width].unsqueeze(0)
     # In float32 the tiles are no faster, and the fused kernel keeps the numbers of earlier runs.
     needs_tiles = query.dtype == torch.bfloat16 or window or s_aux is not None
     if not dropout and query.device.type == "cpu" and needs_tiles:
-        documents.ways.add("tiles")
+        ways.add("tiles")
         q, k, v = (x.squeeze(0) for x in (query, key, value))
         scale = width**-0.5 if scaling is None else scaling
-        output = causal_documents(q, k, v, documents.lengths, scale, window, s_aux)
+        output = causal_documents(q, k, v, row.lengths, scale, window, s_aux)
         return output.unsqueeze(0)
-    documents.ways.add("one call per document")
+    ways.add("one call per document")
     if query.shape[1] != key.shape[1] and query.device.type == "cuda":
         # There only flash attention takes groups, and it has no float32 and no wide heads: the
         # others would be left with a matrix of tokens x tokens.
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     # `split` and `cat`, since the backward of a slice fills a gradient of the whole row for each.
-    documents_of = (x.split(documents.lengths, 2) for x in (query, key, value))
+    documents_of = (x.split(row.lengths, 2) for x in (query, key, value))
     outputs = [
         _one_document(q, k, v, window, s_aux, dropout_p=dropout, scale=scaling).transpose(1, 2)
         for q, k, v in zip(*documents_of, strict=True)
@@ -191,15 +131,32 @@ def _attend(
     return torch.cat(outputs, 1)
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_window(tried: Tried | None, window: int | None, mask: torch.Tensor | None) -> None:
+    """Object to a mask that is not causal within the layer's window."""
+    mask = mask if mask is not None and mask.numel() else None  # see DenseAttention
+    if tried is None or tried.masks is None:
+        if mask is not None:
+            _object(tried, "a mask of its own")
+        return
+    of_mask = 0 if mask is None else next((w for m, w in tried.masks if m is mask), None)
+    if of_mask is None:
+        _object(tried, "a mask of its own")
+    elif tried.narrower(of_mask) != tried.narrower(window):
+        _object(
+            tried,
+            f"a window or chunks of {of_mask or window} tokens in its masks or its layers alone",
+        )
+
+
+def _check_options(tried: Tried | None, options: dict[str, Any]) -> None:
     """Object to what a layer asks for beyond causal attention with windows and sinks."""
     if options.get("is_causal") is False:
-        documents.record_objection("attention that is not causal")
+        _object(tried, "attention that is not causal")
     if options.get("softcap") is not None:
-        documents.record_objection("capped scores")
+        _object(tried, "capped scores")
     indices = options.get("indices")
     if indices is not None and indices.numel():
-        documents.record_objection("attention to keys that an indexer chooses")
+        _object(tried, "attention to keys that an indexer chooses")
 
 
 def _one_document(
@@ -357,31 +314,20 @@ def _varlen_problem(
 
 
 @contextmanager
-def attention_trial() -> Iterator[list[str]]:
-    """Collect why `document_attention` is not the attention of the model that runs here."""
-    documents.objections = []
-    documents.ways.clear()
-    try:
-        yield documents.objections
-    finally:
-        documents.objections = None
-
-
-@contextmanager
-def model_makes_masks() -> Iterator[None]:
+def model_makes_masks(tried: Tried) -> Iterator[None]:
     """Let a model in its trial make the masks that it has without `document_attention`.
 
     Masks are looked at here alone. Where an implementation has a function for them, transformers
     asks in every forward whether the positions hold several documents, and the host would wait for
     the GPU.
     """
-    documents.masks = []
+    tried.masks = []
     AttentionMaskInterface.register(DOCUMENT_ATTENTION, _checked_mask)
     try:
         yield
     finally:
         del AttentionMaskInterface._global_mapping[DOCUMENT_ATTENTION]
-        documents.masks = None
+        tried.masks = None
 
 
 def _checked_mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor:
@@ -389,8 +335,9 @@ def _checked_mask(*, local_size: int | None = None, **arguments: Any) -> torch.T
 
     GPT-OSS gives no positions for its masks, which then hold all documents together.
     """
-    window = documents.narrower(local_size)
-    number = documents.numbers()
+    row, tried = documents.current(), documents.current().tried
+    assert tried is not None and tried.masks is not None
+    window, number = tried.narrower(local_size), row.numbers()
     within = number[:, None] == number
     expected = within.tril()
     expected = expected.triu(1 - window) if window else expected
@@ -400,9 +347,8 @@ def _checked_mask(*, local_size: int | None = None, **arguments: Any) -> torch.T
     is_expected = torch.equal(mask.expand(1, 1, *within.shape)[0, 0] & within, expected)
     # A window of 0 is made for layers of a type that the model does not have.
     if not is_expected and local_size != 0:
-        documents.record_objection("another mask than the causal one within each document")
-    assert documents.masks is not None
-    documents.masks.append((mask, window))
+        _object(tried, "another mask than the causal one within each document")
+    tried.masks.append((mask, window))
     return mask
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,15 +21,12 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
-from shardtune.model.attention import (
-    DOCUMENT_ATTENTION,
-    attention_trial,
-    documents,
-    model_makes_masks,
-)
+from shardtune.model import documents
+from shardtune.model.attention import DOCUMENT_ATTENTION, model_makes_masks
 from shardtune.model.attention_layers import OneByOne, keeps_states_only
 from shardtune.model.build import forward_only
-from shardtune.model.context import describe_rows, heads_between
+from shardtune.model.context import HeadExchange, describe_rows, heads_between
+from shardtune.model.documents import Tried
 from shardtune.model.flash_attention import (
     agree_on_flash_attention,
     choose_flash_attention,
@@ -52,6 +49,7 @@ TRIAL_LENGTHS = (11, 5, 16)
 _NO_INTERFACE = "does not use transformers' attention interface"
 _ROUNDING = 2e-5  # of float32, in trials
 _COPY_ROW = 128  # the longest row of a small copy
+_WHOLE = (0, 1)  # of a row, the slice of a rank: its number, of how many
 
 
 @dataclass
@@ -61,13 +59,16 @@ class LogitsTrial:
     model: PreTrainedModel
     layout: Layout
     device: torch.device
-    all_gather: Callable[[Any], list[Any]]  # the ranks must agree
-    share: tuple[int, int] = (0, 1)  # of a packed row: this rank's number, of how many
+    all_gather: Callable[[Any], list[Any]] = lambda value: [value]  # the ranks must agree
+    heads: HeadExchange | None = None  # between ranks that share rows
+    compares: bool = True  # fake tensors have no logits to compare
+    tried: Tried = field(default_factory=Tried)
     alone: torch.Tensor | None = None  # (tokens, vocabulary)
 
     def attend_alone(self) -> None:
         """Make the logits of the document alone, as the model attends now."""
-        self.alone = _last_document_logits(self.model, TRIAL_LENGTHS[-1:], self.device)
+        if self.compares:
+            self.alone = self.logits(TRIAL_LENGTHS[-1:])
 
     def leak(self) -> float:
         """Return how far they are from those in a packed row, as the model attends now, or 0 within
@@ -79,26 +80,88 @@ class LogitsTrial:
         one. Ranks that share rows compare the tokens of their slices. Where none do, a gradient
         shows a small leak, too, that rounding in bfloat16 would hide.
         """
+        if not self.compares:
+            return 0.0
         assert self.alone is not None
+        share = self.heads.share if self.heads else _WHOLE
         max_length = self.layout.max_length
         text_config = self.model.config.get_text_config()
         longest = min(max_length, getattr(text_config, "max_position_embeddings", 0) or max_length)
         last, rows = TRIAL_LENGTHS[-1], self.layout.micro_batch_size
-        short = TRIAL_LENGTHS if self.share[1] == 1 else _cut_lengths(self.share[1])
+        short = TRIAL_LENGTHS if share[1] == 1 else _cut_lengths(share[1])
         trials = [short, (*[longest] * (rows - 1), longest - last, last)]
         for lengths in trials[: 2 if longest > sum(short) else 1]:
-            packed, disturbed = (
-                _last_document_logits(self.model, lengths, self.device, neighbour, self.share)
-                for neighbour in (0, 1)
-            )
-            before = max(0, _own_tokens(sum(lengths), self.share).start - sum(lengths[:-1]))
+            packed, disturbed = (self.logits(lengths, neighbour, share) for neighbour in (0, 1))
+            before = max(0, _own_tokens(sum(lengths), share).start - sum(lengths[:-1]))
             alone = self.alone[before : before + len(packed)]
-            is_short = lengths is short and self.share[1] == 1
-            is_reached = is_short and _gradient_reaches(self.model, self.device)
+            is_reached = lengths is short and share[1] == 1 and self._gradient_reaches()
             leak = _beyond_rounding(alone, packed, disturbed, is_reached)
             if leak := max(self.all_gather(leak)):
                 return float(leak)
         return 0.0
+
+    def _gradient_reaches(self) -> bool:
+        """Return whether the last document's logits have a gradient in the documents before it.
+
+        Documents that are apart have none, in any dtype: their attention to one another is 0.
+        """
+        embedded: list[torch.Tensor] = []
+
+        def begin_graph(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1].clone()  # some models scale it in place
+
+        hook = self.model.get_input_embeddings().register_forward_hook(begin_graph)
+        try:
+            with forward_only(self.model), torch.enable_grad():
+                logits = self._forward(TRIAL_LENGTHS).float()
+                total = logits.square().sum()
+                gradients = torch.autograd.grad(
+                    total, embedded, allow_unused=True, materialize_grads=True
+                )
+        finally:
+            hook.remove()
+        last, tokens = TRIAL_LENGTHS[-1], sum(TRIAL_LENGTHS)
+        # Some look tokens up again in each layer, and a table may be called once per document.
+        is_whole = all(each.shape[1] == tokens for each in gradients)
+        whole = torch.cat([each[0] for each in gradients], -1 if is_whole else 0).float()
+        before, own = whole[:-last].norm().item(), whole[-last:].norm().item()
+        return before > _ROUNDING * own
+
+    def logits(self, *row: Any) -> torch.Tensor:
+        """Return the same as `_forward` of this row, without gradients."""
+        with forward_only(self.model):
+            return self._forward(*row)
+
+    def _forward(
+        self, lengths: Sequence[int], neighbour: int = 0, share: tuple[int, int] = _WHOLE
+    ) -> torch.Tensor:
+        """Return the logits (tokens, vocabulary) of the last document of a row of so many tokens
+        each.
+
+        The last document is always the same; `neighbour` chooses the tokens before it. `share`: the
+        slice of the row that this rank has, and has logits for, of how many.
+        """
+        model, device = self.model, self.device
+        vocabulary = model.config.get_text_config().vocab_size
+        earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0)
+        earlier += neighbour * (vocabulary // 2)
+        last = torch.arange(lengths[-1], device=device) + sum(TRIAL_LENGTHS[:-1])
+        row = {"input_ids": torch.cat([earlier, last]) % vocabulary}
+        if len(lengths) > 1:  # alone it has the positions that the model gives it
+            positions = [torch.arange(length, device=device) for length in lengths]
+            row["position_ids"] = torch.cat(positions)
+        slices = slice_lengths(sum(lengths), share[1]) if share[1] > 1 else None
+        own = _own_tokens(sum(lengths), share)
+        row = {name: value[own] for name, value in row.items()}
+        kept = max(0, own.stop - max(own.start, sum(lengths[:-1])))
+        # Without this a long row gets logits for every token.
+        has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
+        options = {"logits_to_keep": max(1, kept)} if has_option else {}
+        given = documents.row_of(list(lengths), device, slices)
+        with documents.of(given, self.heads, self.tried):
+            output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
+        return output.logits[0, output.logits.shape[1] - kept :]
 
 
 class Attention(NamedTuple):
@@ -109,6 +172,7 @@ class Attention(NamedTuple):
     text: str
     reason: str = ""  # why not by document
     by_layer: bool = False  # each attention layer is called once per document
+    ways: tuple[str, ...] = ()  # how layers attended in the trial
 
 
 def choose_attention(model: PreTrainedModel, longest_document: int, world: World) -> bool:
@@ -123,12 +187,12 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
     is_chosen = is_gpu and layout.attention == "auto"
     if is_chosen:
         choose_flash_attention(model.config, world)
-    documents.heads = heads_between(world)
-    trial = LogitsTrial(model, layout, world.device, world.all_gather_json, world.share)
-    attention = decide_attention(model, layout, longest_document, world.device, trial)
+    heads = heads_between(world)
+    trial = LogitsTrial(model, layout, world.device, world.all_gather_json, heads)
+    attention = decide_attention(trial, longest_document)
     if is_chosen:
         agree_on_flash_attention(world)
-    ways = " and ".join(sorted(documents.ways)) if attention.by_document else ""
+    ways = " and ".join(attention.ways)
     if "varlen attention" in ways:
         ways = ways.replace("varlen attention", f"varlen attention by {flash_attention_name()}")
     elif is_gpu:
@@ -139,7 +203,7 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
         require_shared(attention, layout)
     except UserError as late:  # no small copy has shown it
         raise RunFailed(*late.problems) from late
-    if documents.heads:
+    if heads:
         logger.info(describe_rows(model, layout.row_ranks))
     if leak := _leak_under_mask(attention, trial):
         raise RunFailed(_mixing(model, layout, leak, "its logits"))
@@ -192,14 +256,13 @@ def require_documents_apart(layout: Layout, model_config: PreTrainedConfig) -> N
         )
     if not layout.packing and layout.row_ranks == 1:
         return
-    documents.heads = None  # it has fewer
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
-    length, device = min(layout.max_length, _COPY_ROW), torch.device("cpu")
+    length = min(layout.max_length, _COPY_ROW)
     layout = replace(layout, max_length=length, micro_batch_size=1)
-    trial = LogitsTrial(copy, layout, device, _alone)
+    trial = LogitsTrial(copy, layout, torch.device("cpu"))
     try:
         # The data is not read yet, and may hold a document of a whole row.
-        attention = decide_attention(copy, layout, length, device, trial)
+        attention = decide_attention(trial, length)
         leak = _leak_under_mask(attention, trial)
     except Exception:  # a width that `small_copy` does not know shows in the forward alone
         return
@@ -243,40 +306,35 @@ def _mixing(model: PreTrainedModel, layout: Layout, leak: float, whose: str) -> 
 
 
 def decide_attention(
-    model: PreTrainedModel,
-    layout: Layout,
-    longest_document: int,
-    device: torch.device,
-    trial: LogitsTrial | None = None,
-    is_by_document: bool = False,
+    trial: LogitsTrial, longest_document: int, is_by_document: bool = False
 ) -> Attention:
     """Let the model attend document by document if that is exact, else under a mask.
 
-    Windows and chunks count only if they are narrower than the longest document, in tokens. Fake
-    tensors have no logits to compare, so that `trial` is left out. `is_by_document`: an earlier
-    call has found it exact, so that nothing is tried.
+    Windows and chunks count only if they are narrower than the longest document, in tokens.
+    `is_by_document`: an earlier call has found it exact, so that nothing is tried.
     """
+    model, layout, trial.tried = trial.model, trial.layout, Tried(longest_document)
     usual, packing = model.config._attn_implementation, layout.packing
     mixers = state_mixers(model)
     is_auto, reason = layout.attention == "auto", f"model.attention={layout.attention}"
-    if trial and (is_auto or packing):
+    if is_auto or packing:
         trial.attend_alone()
     separate_documents(mixers, at_once=False)
     if is_auto:
-        documents.longest_of_run = longest_document
         dense = dense_attention(model, longest_document)
         if is_by_document and not keeps_states_only(model):
             set_attention(model, DOCUMENT_ATTENTION)
-        reason = "" if is_by_document else _try_document_attention(model, device, trial)
+        reason = "" if is_by_document else _try_document_attention(trial)
         if not reason:
-            states_only = "none, as all layers keep a state"
-            attends = "within each document, without a mask"
-            return Attention(True, True, states_only if keeps_states_only(model) else attends)
+            text = "within each document, without a mask"
+            if keeps_states_only(model):
+                text = "none, as all layers keep a state"
+            return Attention(True, True, text, ways=(*sorted(trial.tried.ways),))
         set_attention(model, usual)
         if dense:
             dense.remove()
         # Ranks that share rows exchange heads in `document_attention` alone.
-        if layout.row_ranks == 1 and _attends_one_by_one(model, device, trial):
+        if layout.row_ranks == 1 and _attends_one_by_one(trial):
             text = "within each document, by one call of each attention layer per document"
             return Attention(True, True, f"{text} ({reason})", by_layer=True)
     if not packing:
@@ -288,58 +346,54 @@ def decide_attention(
     return Attention(packing, False, mask, reason)
 
 
-def _try_document_attention(
-    model: PreTrainedModel, device: torch.device, trial: LogitsTrial | None
-) -> str:
+def _try_document_attention(trial: LogitsTrial) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
-    documents.ways.clear()
-    all_gather = trial.all_gather if trial else _alone
-    reason = next(filter(None, all_gather(_objection(model, device))), "")
+    model = trial.model
+    reason = next(filter(None, trial.all_gather(_objection(trial))), "")
     # A stage may have layers that keep a state alone.
-    is_used = documents.ways or (not trial and state_mixers(model))
-    if not reason and not keeps_states_only(model) and not any(all_gather(bool(is_used))):
+    is_used = trial.tried.ways or (not trial.compares and state_mixers(model))
+    if not reason and not keeps_states_only(model) and not any(trial.all_gather(bool(is_used))):
         reason = _NO_INTERFACE
-    if not reason and trial and (leak := trial.leak()):
+    if not reason and (leak := trial.leak()):
         reason = f"has logits that change without the mask, by {leak:.1%} of their spread"
     return f"{model.config.model_type} {reason}" if reason else ""
 
 
-def _attends_one_by_one(
-    model: PreTrainedModel, device: torch.device, trial: LogitsTrial | None
-) -> bool:
+def _attends_one_by_one(trial: LogitsTrial) -> bool:
     """Let attention layers take documents one by one, if that is exact, and return whether it is.
 
     Arguments that cannot be cut show in an error of the layer's own.
     """
-    all_gather = trial.all_gather if trial else _alone
-    documents.ways.clear()
-    one_by_one = OneByOne(model)
+    one_by_one = OneByOne(trial.model)
     try:
-        _last_document_logits(model, TRIAL_LENGTHS, device)
+        trial.logits(TRIAL_LENGTHS)
         runs = one_by_one.is_used
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError):
         runs = False
-    if all(all_gather(runs)) and not (trial and trial.leak()):
+    if all(trial.all_gather(runs)) and not trial.leak():
         return True
     one_by_one.remove()
     return False
 
 
-def _objection(model: PreTrainedModel, device: torch.device) -> str:
+def _objection(trial: LogitsTrial) -> str:
     """Switch the model to `document_attention`, and return why that is not its own, or ""."""
+    model, tried = trial.model, trial.tried
     if keeps_states_only(model):
         return ""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(_architecture_of(part)._can_set_attn_implementation() for part in parts):
         return _NO_INTERFACE
     set_attention(model, DOCUMENT_ATTENTION)
-    with attention_trial() as objections:
-        try:
-            _last_document_logits(model, TRIAL_LENGTHS, device)
-            with model_makes_masks():
-                _last_document_logits(model, TRIAL_LENGTHS, device)
-        except (TypeError, AttributeError):  # they get None
-            objections.append("layers that read the mask")
+    objections = tried.objections = list[str]()
+    try:
+        trial.logits(TRIAL_LENGTHS)
+        with model_makes_masks(tried):
+            trial.logits(TRIAL_LENGTHS)
+    except (TypeError, AttributeError):  # they get None
+        objections.append("layers that read the mask")
+    finally:
+        tried.objections = None
     return f"has {objections[0]}" if objections else ""
 
 
@@ -347,10 +401,6 @@ def _architecture_of(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return a model's class in transformers, which looks at its source. FSDP2 makes another."""
     classes: Any = type(model).__mro__
     return next(each for each in classes if not issubclass(each, FSDPModule))
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
 
 
 def _beyond_rounding(
@@ -373,73 +423,6 @@ def _beyond_rounding(
     if is_rounding or not alone.isfinite().all():
         return 0.0
     return max(by_neighbour, by_packing, _ROUNDING)
-
-
-def _gradient_reaches(model: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether the last document's logits have a gradient in the documents before it.
-
-    Documents that are apart have none, in any dtype: their attention to one another is 0.
-    """
-    embedded: list[torch.Tensor] = []
-
-    def begin_graph(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # some models scale it in place
-
-    hook = model.get_input_embeddings().register_forward_hook(begin_graph)
-    try:
-        with forward_only(model), torch.enable_grad():
-            logits = _forward(model, TRIAL_LENGTHS, device).float()
-            total = logits.square().sum()
-            gradients = torch.autograd.grad(
-                total, embedded, allow_unused=True, materialize_grads=True
-            )
-    finally:
-        hook.remove()
-    last, tokens = TRIAL_LENGTHS[-1], sum(TRIAL_LENGTHS)
-    # Some look tokens up again in each layer, and a table may be called once per document.
-    is_whole = all(each.shape[1] == tokens for each in gradients)
-    whole = torch.cat([each[0] for each in gradients], -1 if is_whole else 0).float()
-    before, own = whole[:-last].norm().item(), whole[-last:].norm().item()
-    return before > _ROUNDING * own
-
-
-def _last_document_logits(model: PreTrainedModel, *row: Any) -> torch.Tensor:
-    """Return the same as `_forward` of this row, without gradients."""
-    with forward_only(model):
-        return _forward(model, *row)
-
-
-def _forward(
-    model: PreTrainedModel,
-    lengths: Sequence[int],
-    device: torch.device,
-    neighbour: int = 0,
-    share: tuple[int, int] = (0, 1),
-) -> torch.Tensor:
-    """Return the logits (tokens, vocabulary) of the last document of a row of so many tokens each.
-
-    The last document is always the same; `neighbour` chooses the tokens before it. `share`: the
-    slice of the row that this rank has, and has logits for, of how many.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
-    earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + neighbour * (vocabulary // 2)
-    last = torch.arange(lengths[-1], device=device) + sum(TRIAL_LENGTHS[:-1])
-    row = {"input_ids": torch.cat([earlier, last]) % vocabulary}
-    if len(lengths) > 1:  # alone it has the positions that the model gives it
-        positions = [torch.arange(length, device=device) for length in lengths]
-        row["position_ids"] = torch.cat(positions)
-    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    slices = slice_lengths(sum(lengths), share[1]) if share[1] > 1 else None
-    documents.set(list(lengths), boundaries, slices)
-    own = _own_tokens(sum(lengths), share)
-    row = {name: value[own] for name, value in row.items()}
-    kept = max(0, own.stop - max(own.start, sum(lengths[:-1])))
-    # Without this a long row gets logits for every token.
-    has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": max(1, kept)} if has_option else {}
-    output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
-    return output.logits[0, output.logits.shape[1] - kept :]
 
 
 def _cut_lengths(ranks: int) -> tuple[int, ...]:

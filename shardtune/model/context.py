@@ -23,6 +23,7 @@ class HeadExchange:
 
     def __init__(self, world: World) -> None:
         assert world.meshes.rows
+        self.share = world.share  # the number of this rank, of how many
         self._number, self.ranks = world.share
         self._exchange = Exchange(world.meshes.rows, world.progress)
 

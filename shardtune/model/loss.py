@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch
 from shardtune.distributed.compiling import compiled_or_eager
-from shardtune.model.attention import documents
+from shardtune.model import documents
 from shardtune.model.build import forward_only
 
 # Of logits, in the dtype of the matrix product. Each further chunk reads and writes the gradient of
@@ -43,7 +43,6 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     the collectives.
     """
     head = model.get_output_embeddings()
-    documents.set(batch.lengths, batch.boundaries, batch.slices)
     if not isinstance(head, LossHead):
         logits = model(**batch.inputs()).logits.flatten(0, 1).index_select(0, batch.predicting)
         return F.cross_entropy(logits.float(), batch.targets, reduction="sum")
@@ -267,7 +266,6 @@ def use_loss_head(
     tokens = HEAD_TRIAL_TOKENS
     ids = torch.arange(tokens, device=device).view(1, -1)
     ids %= model.config.get_text_config().vocab_size
-    documents.set([tokens], torch.tensor([0, tokens], dtype=torch.int32, device=device))
     seen: list[int] = []  # positions in each call of the head
     marker = torch.zeros(1, tokens, head.weight.shape[0], device=device)
 
@@ -277,7 +275,7 @@ def use_loss_head(
 
     head.forward = stand_in
     try:
-        with forward_only(model):
+        with documents.of(documents.row_of([tokens], device)), forward_only(model):
             logits = model(input_ids=ids).logits
     finally:
         del head.forward

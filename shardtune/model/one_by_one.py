@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtune.model.attention import documents
+from shardtune.model import documents
 
 
 def call_one_by_one(module: nn.Module) -> None:
@@ -32,7 +32,8 @@ def _one_by_one(
 
     `names` are those of its arguments, in order.
     """
-    lengths = documents.lengths
+    row = documents.current()
+    lengths = row.lengths
     if len(lengths) == 1:
         return forward(*arguments, **options)
     tensors = (each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor))
@@ -42,9 +43,9 @@ def _one_by_one(
         )
     given = [_parts(value, name, lengths) for name, value in zip(names, arguments, strict=False)]
     named = {name: _parts(value, name, lengths) for name, value in options.items()}
-    outputs = []
+    outputs, ends = [], torch.arange(2, device=row.boundaries.device, dtype=torch.int32)
     for i, length in enumerate(lengths):
-        with documents.one(length):  # for modules within this one
+        with documents.of(documents.Documents([length], length * ends)):  # for modules within
             options = {name: part[i] for name, part in named.items()}
             outputs.append(forward(*(part[i] for part in given), **options))
     return _joined(outputs, lengths)

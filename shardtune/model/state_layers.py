@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardtune.model.attention import documents
+from shardtune.model import documents
 from shardtune.model.one_by_one import call_one_by_one, restore
 from shardtune.model.traits import decoder_layers
 
@@ -84,8 +84,9 @@ def _kernels_of(mixer: nn.Module) -> list[str]:
 
 
 def _at_once(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    numbers = documents.numbers().unsqueeze(0)
-    return forward(*arguments, **options, cu_seq_lens_q=documents.boundaries, seq_idx=numbers)
+    row = documents.current()
+    numbers = row.numbers().unsqueeze(0)
+    return forward(*arguments, **options, cu_seq_lens_q=row.boundaries, seq_idx=numbers)
 
 
 def delta_state_size(mixer: nn.Module) -> int:

@@ -25,10 +25,10 @@ from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.attention import documents
 from shardtune.model.attention_check import (
     TRIAL_LENGTHS,
     Attention,
+    LogitsTrial,
     decide_attention,
     require_shared,
 )
@@ -132,10 +132,8 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
         world = World(
             rank, layout, local_rank, ranks_per_node, node, device, meshes, store, progress
         )
-        documents.heads = heads_between(world)
         yield world
     finally:
-        documents.heads = None
         dist.destroy_process_group()
 
 
@@ -209,9 +207,8 @@ def _decide(
     """Let the model attend and make its loss as in the run, after the same trials."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
     layout = world.layout
-    attention = decide_attention(
-        model, layout, layout.max_length, world.device, is_by_document=is_by_document
-    )
+    trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
+    attention = decide_attention(trial, layout.max_length, is_by_document)
     require_shared(attention, layout)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:

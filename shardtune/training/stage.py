@@ -21,7 +21,8 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.meshes import Link
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
-from shardtune.model.attention import documents
+from shardtune.model import documents
+from shardtune.model.context import heads_between
 from shardtune.model.loss import summed_loss
 from shardtune.training.replica_shards import OwnedParameters
 
@@ -52,6 +53,7 @@ class Stage:
         self._model, self._owned, self._world = model, owned, world
         # Of hidden states between layers.
         self._dtype = DTYPES[world.layout.compute_dtype]
+        self._heads = heads_between(world)
         self._before, self._behind = world.meshes.before, world.meshes.behind
         # Received hidden states and output of each micro-batch whose backward is to come.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
@@ -95,13 +97,13 @@ class Stage:
             received = self._receive()
             received.requires_grad_(torch.is_grad_enabled())
             cast(Any, self._model.get_input_embeddings()).hidden = received
-        if self._behind:
-            documents.set(batch.lengths, batch.boundaries, batch.slices)
-            self._model(**batch.inputs())
-            output = cast(Any, self._model.get_output_embeddings()).take()
-            self._send(output.detach(), self._behind, self._behind.forward)
-        else:
-            output = summed_loss(self._model, batch)
+        with documents.of(batch, self._heads):
+            if self._behind:
+                self._model(**batch.inputs())
+                output = cast(Any, self._model.get_output_embeddings()).take()
+                self._send(output.detach(), self._behind, self._behind.forward)
+            else:
+                output = summed_loss(self._model, batch)
         if torch.is_grad_enabled():
             self._in_flight.append((received, output))
         return output.new_zeros((), dtype=torch.float32) if self._behind else output.detach()
@@ -109,12 +111,11 @@ class Stage:
     def backward(self, batch: Batch, scale: float) -> None:
         """Add the gradients of the oldest micro-batch in flight, `batch`, times `scale`."""
         received, output = self._in_flight.popleft()
-        # For what is computed again.
-        documents.set(batch.lengths, batch.boundaries, batch.slices)
-        if self._behind:
-            output.backward(self._receive())
-        else:
-            (output * scale).backward()
+        with documents.of(batch, self._heads):  # for what is computed again
+            if self._behind:
+                output.backward(self._receive())
+            else:
+                (output * scale).backward()
         if self._before:
             assert received is not None and received.grad is not None
             self._send(received.grad, self._before, self._before.backward)

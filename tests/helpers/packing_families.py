@@ -157,5 +157,4 @@ def decided(model: Any, *assignments: str) -> Attention:
     given = ["model.path=unread", "data.max_length=128", *assignments]
     config, cpu = load_config(REPOSITORY / "examples/demo.yaml", given, {}), torch.device("cpu")
     model.config.use_cache = False
-    trial = LogitsTrial(model, Layout.of(config), cpu, lambda leak: [leak])
-    return decide_attention(model, Layout.of(config), config.data.max_length, cpu, trial)
+    return decide_attention(LogitsTrial(model, Layout.of(config), cpu), config.data.max_length)

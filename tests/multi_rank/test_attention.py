@@ -6,6 +6,7 @@ A model that needs more than causal attention is logged with the reason and keep
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +22,11 @@ from benchmarks.models import one_by_one
 from shardtune.config import Config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
+from shardtune.model import documents
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import shard
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
@@ -151,9 +154,9 @@ def difference(
 ) -> tuple[list[str], str | None, list[float]]:
     """The choice that is logged, which logits exist at once, and how far loss and gradients are
     off."""
-    documents, trained, batch = a_row(LENGTHS)
+    row, trained, batch = a_row(LENGTHS)
     model.set_attn_implementation("eager")
-    expected = one_by_one(model, documents, trained)
+    expected = one_by_one(model, row, trained)
     expected.backward()
     expected_gradients = gradients(model)
     model.zero_grad()
@@ -165,8 +168,9 @@ def difference(
     with patch.object(logger, "info", lines.append):
         assert choose_attention(model, max(LENGTHS), world)
     at_once = use_loss_head(model, world.device)
-    loss = summed_loss(model, batch)
-    loss.backward()
+    with documents.of(batch):
+        loss = summed_loss(model, batch)
+        loss.backward()
     found = gradients(model)
     assert found.keys() == expected_gradients.keys()
     norm = sum(grad.square().sum() for grad in expected_gradients.values()).sqrt()
@@ -204,6 +208,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     """On a rank: models that can be packed pass, also where their kernels round differently, and
     others do not."""
     world = join_world(config)
+    as_usual = replace(world, layout=Layout.of(usual, world.size))
 
     def sharded(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model.config.use_cache = False
@@ -213,21 +218,21 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     def loaded(path: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
-    def check_refused(model: PreTrainedModel, how: Config = config) -> None:
+    def check_refused(model: PreTrainedModel, how: World = world) -> None:
         refusal = (
             rf"{model.config.model_type} lets a packed document see .* use .*data\.packing=false"
         )
         with pytest.raises(RunFailed, match=refusal):
-            choose_attention(model, how.data.max_length, world)
+            choose_attention(model, how.layout.max_length, how)
 
     for dtype in torch.float32, torch.bfloat16:
         for path in models.values():
-            for how, attention in (config, "documents"), (usual, "sdpa"):
+            for how, attention in (world, "documents"), (as_usual, "sdpa"):
                 model = sharded(loaded(path), dtype)
-                assert choose_attention(model, how.data.max_length, world)
+                assert choose_attention(model, how.layout.max_length, how)
                 assert model.training
                 assert model.config._attn_implementation == attention
-        check_refused(sharded(small_opt(), dtype), usual)
+        check_refused(sharded(small_opt(), dtype), as_usual)
 
     for leak in by_place, by_table:
         leaking = sharded(loaded(models["llama"]))
@@ -250,7 +255,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     deep.register_forward_hook(
         lambda module, arguments, output: outputs.append(output.logits[0, -16:].float())
     )
-    assert choose_attention(deep, usual.data.max_length, world)
+    assert choose_attention(deep, usual.data.max_length, as_usual)
     assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
 
 

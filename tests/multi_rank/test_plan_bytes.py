@@ -20,7 +20,7 @@ from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
-from shardtune.model.attention import documents
+from shardtune.model import documents
 from shardtune.model.build import build_model
 from shardtune.model.context import heads_between
 from shardtune.model.loss import summed_loss, use_loss_head
@@ -112,13 +112,14 @@ def take_a_step(family: str, assignments: list[str], policy: list[int]) -> None:
     places = torch.arange(LENGTH)
     ends = torch.tensor([0, LENGTH], dtype=torch.int32)
     batch = Batch(ids, places[None], None, places[:-1], ids[0, 1:], [LENGTH], ends)
-    documents.heads = heads_between(world)
-    batch = batch.slice_of(*world.share) if documents.heads else batch
+    heads = heads_between(world)
+    batch = batch.slice_of(*world.share) if heads else batch
     micro_batches = config.train.gradient_accumulation_steps
     with Sent() as sent:
         for number in range(micro_batches):
             reshard.before_backward(model, is_last_micro_batch=number + 1 == micro_batches)
-            summed_loss(model, batch).backward()
+            with documents.of(batch, heads):
+                summed_loss(model, batch).backward()
         left = [p.grad for p in {*model.parameters(), *owned.by_name.values()}]
         gradients = sum(to_local(gradient).nbytes for gradient in left if gradient is not None)
         optimizer.step()  # replicas exchange their new weights in it

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers.pretended import needs_compiler, on_gpus
 from torch import nn
 
-from shardtune.model import attention
+from shardtune.model import attention, documents
 
 
 def attend_in_float32() -> None:
@@ -26,12 +26,11 @@ def attend_in_float32() -> None:
     F.scaled_dot_product_attention = watched
     outputs = []
     for device in ("cuda", "cpu"):
-        ends = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
-        attention.documents.set([5, 7], ends)
+        tried = documents.Tried()
         inputs = (x.to(device) for x in (query, key, value))
-        attention.documents.ways.clear()
-        output, _ = attention.document_attention(nn.Identity(), *inputs, None)
-        assert attention.documents.ways == {"one call per document"}
+        with documents.of(documents.row_of([5, 7], device), tried=tried):
+            output, _ = attention.document_attention(nn.Identity(), *inputs, None)
+        assert tried.ways == {"one call per document"}
         outputs.append(output.cpu())
     torch.testing.assert_close(*outputs)
     assert grouped == [False, False, True, True]

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
+from shardtune.model import documents
 from shardtune.model.build import build_model
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.tiles import tile_layers
@@ -51,12 +52,12 @@ def _compare(family: str, assignments: list[str]) -> None:
     use_loss_head(model, world.device)
     tile_layers(model, TILES)
     rows = [_row(lengths) for lengths in LENGTHS[: world.size]]
-    loss = summed_loss(model, rows[world.rank])
-    loss.backward()
+    with documents.of(rows[world.rank]):
+        loss = summed_loss(model, rows[world.rank])
+        loss.backward()
     total = torch.zeros(())
     for row in rows:
-        documents = row.input_ids[0].split(row.lengths)
-        for ids in documents:
+        for ids in row.input_ids[0].split(row.lengths):
             logits = plain(ids[None]).logits[0]
             total = total + cross_entropy(logits[:-1], ids[1:], reduction="sum")
     total.backward()

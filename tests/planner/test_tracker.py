@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
+from shardtune.model import documents
 from shardtune.model.build import build_on_meta
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.simulate import fake_world, full_batch, simulate
@@ -46,7 +47,8 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
             batch = full_batch(world.layout, True, world.device)
             with FSDPMemTracker(model) as theirs:
                 policy.before_backward(model, is_last_micro_batch=True)
-                summed_loss(model, batch).backward()
+                with documents.of(batch):
+                    summed_loss(model, batch).backward()
     peak = max(ours.peaks.values(), key=lambda each: each.n_bytes)
     snapshot = theirs.get_tracker_snapshot("peak")[world.device]
     found = {str(kind).rpartition(".")[2]: n_bytes for kind, n_bytes in snapshot.items()}

@@ -177,8 +177,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
 
 def _prepare_forward(model: Any, tiles: int, world: Any) -> None:
     """Let the model attend and make logits as a run of packed rows does."""
-    from shardtune.model.attention import DOCUMENT_ATTENTION, documents
-    from shardtune.model.context import heads_between
+    from shardtune.model.attention import DOCUMENT_ATTENTION
     from shardtune.model.loss import use_loss_head
     from shardtune.model.tiles import tile_layers
 
@@ -186,7 +185,6 @@ def _prepare_forward(model: Any, tiles: int, world: Any) -> None:
     use_loss_head(model, world.device)
     if tiles > 1:
         tile_layers(model, tiles)
-    documents.heads = heads_between(world)
 
 
 def enter_phases(train_fsdp: Any, stage_module: Any, enter: Callable[[str], None]) -> None:

@@ -85,5 +85,7 @@ def test_the_architecture_is_asked_for_its_interface_and_not_fsdps_class() -> No
     model = AutoModelForCausalLM.from_config(tiny_config("gptj"))
     sharded = type("Sharded", (FSDPModule, type(model)), {})
     object.__setattr__(model, "__class__", sharded)
-    said = attention_check._objection(model, torch.device("cpu"))
+    layout: Any = None  # not asked
+    trial = attention_check.LogitsTrial(model, layout, torch.device("cpu"))
+    said = attention_check._objection(trial)
     assert said == "does not use transformers' attention interface"

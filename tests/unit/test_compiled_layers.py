@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardtune.distributed import compiling
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
-from shardtune.model.attention import DOCUMENT_ATTENTION, documents
+from shardtune.model import documents
+from shardtune.model.attention import DOCUMENT_ATTENTION
 from shardtune.model.build import kept_operators
 from shardtune.model.compiled_layers import compile_layers
 
@@ -92,9 +93,9 @@ def compile_with(
 
 
 def loss_of(model: Any, tokens: int = 17) -> torch.Tensor:
-    documents.set([5, tokens - 5], torch.tensor([0, 5, tokens], dtype=torch.int32))
     positions = torch.cat([torch.arange(5), torch.arange(tokens - 5)])[None]
-    logits = model(input_ids=torch.arange(tokens)[None], position_ids=positions).logits
+    with documents.of(documents.row_of([5, tokens - 5])):
+        logits = model(input_ids=torch.arange(tokens)[None], position_ids=positions).logits
     return logits.logsumexp(-1).sum()
 
 
@@ -155,7 +156,8 @@ def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
         for _ in range(2):
             found = loss_of(model)
             assert found.item() == expected.item()
-            (mine,) = torch.autograd.grad(found, model.model.embed_tokens.weight)
+            with documents.of(documents.row_of([5, 12])):
+                (mine,) = torch.autograd.grad(found, model.model.embed_tokens.weight)
             assert torch.equal(mine, gradient)
     lines = [record.message for record in caplog.records if record.name.startswith("shardtune")]
     assert lines[0] == "Compile: layers, each at its first use"
@@ -249,12 +251,13 @@ def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
 
     layer, ids = model.model.layers[0], torch.arange(tokens)[None]
     layer._gradient_checkpointing_func = None  # it would not see the products of a kernel
-    documents.set([tokens], torch.tensor([0, tokens], dtype=torch.int32))
+    row = documents.of(documents.row_of([tokens]))
     hidden = model.model.embed_tokens(ids).detach().requires_grad_()
     rotary = model.model.rotary_emb(hidden, ids)
     known = {x.untyped_storage().data_ptr() for x in rotary}
     parameters |= known
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), Products() as forward:
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with row, saved, Products() as forward:
         output = layer(hidden, position_embeddings=rotary, position_ids=ids)
     with Products() as backward:
         output.sum().backward()

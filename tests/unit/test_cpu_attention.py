@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardtune.model import attention
+from shardtune.model import attention, documents
 from shardtune.model.cpu_attention import _TILE, causal_documents
 
 # One token, a tile and those beside it, and several tiles.
@@ -51,10 +51,10 @@ def test_tiled_attention_is_as_near_to_float64_as_the_fused_kernel(
 
     expected = output_and_gradients(attend_to_each_document(*exact, 0.3), exact)
     fused = output_and_gradients(attend_to_each_document(*given, 0.3), given)
-    attention.documents.set(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32))
-    attention.documents.ways.clear()
-    row, weights = attention.document_attention(nn.Identity(), *given, None, scaling=0.3)
-    assert attention.documents.ways == {"tiles"}
+    tried = documents.Tried()
+    with documents.of(documents.row_of(LENGTHS), tried=tried):
+        row, weights = attention.document_attention(nn.Identity(), *given, None, scaling=0.3)
+    assert tried.ways == {"tiles"}
     assert weights is None
     assert row.shape == gradient.shape
     for found, plain, exactly in zip(
@@ -99,14 +99,14 @@ def test_windows_and_sinks_are_exact(
     exact = [x.detach().double().requires_grad_() for x in inputs]
     of_exact = exact[3] if has_sink else None
     expected = attend_by_definition(*(x[0] for x in exact[:3]), window, of_exact)
-    attention.documents.set(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32))
-    attention.documents.ways.clear()
+    tried = documents.Tried()
     # With dropout there are no tiles; of so little nothing is dropped.
     options = {"sliding_window": window or None, "s_aux": sink, "scaling": 0.3}
     options["dropout"] = 0.0 if way == "tiles" else 1e-30
-    found, _ = attention.document_attention(nn.Identity(), *given, None, **options)
+    with documents.of(documents.row_of(LENGTHS), tried=tried):
+        found, _ = attention.document_attention(nn.Identity(), *given, None, **options)
     has_tiles = way == "tiles" and (has_sink or 0 < window < max(LENGTHS))
-    assert attention.documents.ways == {"tiles" if has_tiles else "one call per document"}
+    assert tried.ways == {"tiles" if has_tiles else "one call per document"}
     assert distance(found[0], expected) < 1e-6
     gradient = torch.randn_like(expected)
     of_found = torch.autograd.grad(found[0], inputs, gradient.float())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardtune.model.attention import documents
+from shardtune.model import documents
 from shardtune.model.one_by_one import call_one_by_one, restore
 
 
@@ -27,15 +27,17 @@ class Layer(nn.Module):
         **options: Any,
     ) -> tuple[torch.Tensor, list[int]]:
         options |= {"alibi": alibi, "attention_mask": attention_mask}
-        self.given.append(options | {"lengths": documents.lengths})
-        return hidden_states, documents.lengths
+        self.given.append(options | {"lengths": documents.current().lengths})
+        return hidden_states, documents.current().lengths
 
 
 def called(*given: Any, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
-    documents.set([3, 4], torch.tensor([0, 3, 7], dtype=torch.int32))
     layer = Layer()
     call_one_by_one(layer)
-    return layer(*given, **options), layer.given
+    with documents.of(documents.row_of([3, 4])):
+        output = layer(*given, **options)
+        assert documents.current().boundaries.tolist() == [0, 3, 7]
+    return output, layer.given
 
 
 def test_masks_and_alibi_are_those_of_a_row_that_begins_with_the_document() -> None:
@@ -67,7 +69,6 @@ def test_tokens_are_cut_wherever_their_dimension_is(width: int) -> None:
 def test_a_module_within_sees_the_one_document() -> None:
     (_, last), (first, second) = called(torch.rand(1, 7, 2))
     assert first["lengths"] == [3] and second["lengths"] == [4] and last == [4]
-    assert documents.lengths == [3, 4] and documents.boundaries.tolist() == [0, 3, 7]
 
 
 def test_a_part_of_a_row_is_refused() -> None:
@@ -79,5 +80,6 @@ def test_a_restored_module_takes_the_row() -> None:
     layer = Layer()
     call_one_by_one(layer)
     restore(layer)
-    layer(torch.rand(1, 7, 2))
+    with documents.of(documents.row_of([3, 4])):
+        layer(torch.rand(1, 7, 2))
     assert len(layer.given) == 1

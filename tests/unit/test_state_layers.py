@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from helpers.packing_families import INDEXED, ONE_BY_ONE, STATES, WINDOWS, build
 from helpers.tiny_models import VOCABULARY
 from torch import nn
 
-from shardtune.model.attention import documents
+from shardtune.model import documents
 from shardtune.model.one_by_one import call_one_by_one
 from shardtune.model.state_layers import (
     missing_kernels,
@@ -54,13 +53,13 @@ def test_a_flat_row_is_its_documents_each_alone(family: str) -> None:
     attention = decided(model)
     assert attention.is_flat and attention.by_document, attention.text
     assert attention.by_layer == (family in ONE_BY_ONE), attention.text
-    documents.set(LENGTHS, torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32))
     row = {
         "input_ids": torch.cat(ids).view(1, -1),
         "position_ids": torch.cat([torch.arange(length) for length in LENGTHS]).view(1, -1),
     }
-    packed = model(**row).logits[0].split(LENGTHS)
-    torch.stack([*map(summed_loss, packed, ids)]).sum().backward()
+    with documents.of(documents.row_of(LENGTHS)):
+        packed = model(**row).logits[0].split(LENGTHS)
+        torch.stack([*map(summed_loss, packed, ids)]).sum().backward()
     spread = torch.cat(alone).std()
     for found, logits in zip(packed, alone, strict=True):
         assert (found - logits).abs().max() < 1e-5 * spread
@@ -80,8 +79,8 @@ def test_the_mixer_alone_is_called_once_per_document() -> None:
     (*_, experts) = (m for m in model.modules() if type(m).__name__.endswith("SparseMoeBlock"))
     experts.register_forward_pre_hook(lambda _, given: calls["experts"].append(given[0].shape[1]))
     call_one_by_one(mixer)  # as `separate_documents`, around the forward that is watched
-    documents.set([3, 4], torch.tensor([0, 3, 7], dtype=torch.int32))
-    model(input_ids=torch.arange(7).view(1, -1))
+    with documents.of(documents.row_of([3, 4])):
+        model(input_ids=torch.arange(7).view(1, -1))
     assert calls == {"mixer": [3, 4], "experts": [7]}
 
 
@@ -97,11 +96,11 @@ def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
         def forward(self, hidden_states: torch.Tensor, **options: Any) -> dict[str, Any]:
             return options | {"cu_seqlens": options.pop("cu_seq_lens_q", None)}
 
-    documents.set([3, 4], torch.tensor([0, 3, 7], dtype=torch.int32))
-    net = Net()
+    net, row = Net(), documents.row_of([3, 4])
     separate_documents([net], at_once=True)
-    given = net(torch.zeros(1, 7, 2))
-    assert given["cu_seqlens"] is documents.boundaries
+    with documents.of(row):
+        given = net(torch.zeros(1, 7, 2))
+    assert given["cu_seqlens"] is row.boundaries
     assert given["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1]]
     assert given["seq_idx"].dtype == torch.int32
 

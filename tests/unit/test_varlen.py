@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtune.model import attention
+from shardtune.model import attention, documents
 
 
 def plain_varlen(
@@ -47,20 +47,20 @@ def test_varlen_attention_serves_without_dropout_and_wider_values(
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 12, 16), torch.randn(1, 2, 12, 16)
     value = torch.randn(1, 2, 12, value_width)
-    attention.documents.set([5, 7], torch.tensor([0, 5, 12], dtype=torch.int32))
 
-    def attend(dropout: float) -> torch.Tensor:
+    def attend(dropout: float) -> tuple[torch.Tensor, set[str]]:
         given = (nn.Identity(), query, key, value, None)
-        attention.documents.ways.clear()
-        options = {"scaling": 0.2, "sliding_window": window}
-        return attention.document_attention(*given, dropout=dropout, **options)[0]
+        options, tried = {"scaling": 0.2, "sliding_window": window}, documents.Tried()
+        with documents.of(documents.row_of([5, 7]), tried=tried):
+            output, _ = attention.document_attention(*given, dropout=dropout, **options)
+        return output, tried.ways
 
-    expected = attend(0.0)
-    assert "varlen attention" not in attention.documents.ways, "there is a kernel for CPUs"
+    expected, ways = attend(0.0)
+    assert "varlen attention" not in ways, "there is a kernel for CPUs"
     monkeypatch.setattr(attention, "_varlen_runs", lambda *_: True)
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
-    found = attend(dropout)
-    assert attention.documents.ways == {way}
+    found, ways = attend(dropout)
+    assert ways == {way}
     assert found.shape == (1, 12, 4, value_width)
     assert dropout or torch.allclose(found, expected, atol=1e-6)
 
