@@ -18,7 +18,7 @@ ALLOWED = {
     "model/traits.py",
     "model/small_copy.py",  # which narrows these settings
     "planner/tracker.py",  # operands of a product of groups
-    "training/stochastic_rounding.py",  # scales of blocks, one behind the other
+    "optimizers/rounding.py",  # scales of blocks, one behind the other
 }
 COMPARE = {
     ast.Eq: operator.eq,
