@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from conftest import REPOSITORY
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.distributed.join import native_dtype
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
@@ -208,6 +210,11 @@ def world_of(rank: int, size: int, store: dist.Store) -> World:
     else with them."""
     cpu = torch.device("cpu")
     return World(rank, Layout(size), 0, 1, rank, cpu, Meshes(cast(Any, None)), store, Progress(cpu))
+
+
+def as_configured(world: World, config: Config) -> World:
+    """Return the world of a run with another configuration, whose meshes are alike."""
+    return replace(world, layout=Layout.of(config, world.size, False, native_dtype(world.device)))
 
 
 def _be_rank(

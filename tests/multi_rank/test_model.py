@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import config_for, on_ranks
+from helpers.ranks import as_configured, config_for, on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -46,7 +46,8 @@ def report_models(configs: dict[str, Config], out: Path) -> None:
     rank."""
     world = join_world(next(iter(configs.values())))
     for name, config in configs.items():
-        model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
+        source = AutoConfig.from_pretrained(config.model.path)
+        model = build_model(config, source, as_configured(world, config))
         parameters = list(model.parameters())
         report = {
             "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
@@ -229,7 +230,8 @@ def count_forwards(configs: list[Config], out: Path) -> None:
     world = join_world(configs[0])
     counts = []
     for config in configs:
-        model, calls = build_model(config, AutoConfig.from_pretrained(config.model.path), world), []
+        source = AutoConfig.from_pretrained(config.model.path)
+        model, calls = build_model(config, source, as_configured(world, config)), []
         model.model.layers[0].mlp.register_forward_pre_hook(
             lambda *_, calls=calls: calls.append(None)
         )
