@@ -233,7 +233,7 @@ def _policy(plan: Plan, kinds: Sequence[Hashable], layers: int) -> ReshardPolicy
         kept = 1 + layers + (layers if kept == 1 + len(kinds) + experts else 0)
     else:
         kept = 0
-    return replace(plan.policy, kept_groups=kept)
+    return replace(plan.policies[-1], kept_groups=kept)
 
 
 def _count(

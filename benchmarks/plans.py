@@ -110,10 +110,10 @@ def _memory(plan: Plan, unit: str = "") -> list[str]:
     return [*sizes, "yes" if plan.fits else "no"]
 
 
-def plan_of(options: str, reason: str = "") -> Plan:
+def plan_of(options: str, planned: Callable[..., Plan] = make_plan) -> Plan:
     """Plan config.yaml on 2 nodes of 8 GPUs, or what the options of `shardtune plan` say.
 
-    `reason` is that of `make_plan`.
+    `planned`: `make_plan`, or `bound_plan` where shapes are enough.
     """
     parser = ArgumentParser()
     add_arguments(parser)
@@ -125,4 +125,4 @@ def plan_of(options: str, reason: str = "") -> Plan:
     machine = machine_of(given, config)
     without_weights = config.model.model_copy(update={"init": "random"})
     model_config = read_model_config(without_weights, config.data.max_length)
-    return make_plan(config, model_config, machine, reason=reason)
+    return planned(config, model_config, machine)

@@ -73,7 +73,7 @@ def plan(
     Raises:
         UserError: the run would be refused.
     """
-    from shardtune.planner.command import describe_config, plan_config
+    from shardtune.planner.command import plan_config
     from shardtune.planner.tracker import Cause
     from shardtune.planner.verdict import verdict
 
@@ -88,8 +88,8 @@ def plan(
         nvlink_gbps=nvlink_gbps,
         gpu_tflops=gpu_tflops,
     )
-    made = plan_config(options)
-    run, (between, inside) = made.plan, made.plan.received
+    run, _, lines = plan_config(options)
+    between, inside = run.received
     return Plan(
         fits=run.fits,
         verdict=verdict(run),
@@ -107,5 +107,5 @@ def plan(
         ],
         step_seconds=run.floor_s or None,
         bound_by=run.bound_by,
-        text="\n".join([*describe_config(made), verdict(run)]),
+        text="\n".join([*lines, verdict(run)]),
     )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -29,10 +27,9 @@ from shardtune.planner.at_once import at_once
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
 from shardtune.planner.search import (
     ADAPTERS,
-    Estimate,
     Search,
     as_arguments,
     launch_command,
@@ -51,18 +48,16 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
     Raises:
         UserError: the run would be refused, or with code 3, it does not fit.
     """
-    made = plan_config(options, say)
-    config, plan, model_config, simulations, _ = made
-    print(*describe_config(made), sep="\n")
-    changes = Search(plan, model_config, say=say).changes(simulations)
+    plan, simulations, lines = plan_config(options, say)
+    print(*lines, sep="\n")
+    changes = Search(plan, simulations, say=say).changes()
     arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
     arguments += options.assignments
-    best = launch_command(changes[0].values if changes else {}, config, plan.machine, arguments)
-    for line in describe_changes(plan, changes, best):
-        print(line)
+    command = launch_command([*changes, plan][0], arguments)
+    print(*describe_changes(plan, changes, command), sep="\n")
     if plan.states.total > plan.machine.memory_bytes:
         say("counting the nodes that hold the states")
-        print(*describe_room(plan, _nodes_needed(plan, model_config)), sep="\n")
+        print(*describe_room(plan, _nodes_needed(plan, simulations)), sep="\n")
     if plan.fits:
         print(verdict(plan))
     else:
@@ -70,33 +65,25 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
         raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
 
 
-def _nodes_needed(
-    plan: Plan, model_config: PreTrainedConfig
-) -> dict[str, tuple[int, Estimate] | None]:
-    """Return on how many nodes the run fits, and where it trains all weights, adapters instead."""
+def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | None]:
+    """Return a mesh that fits for what may be trained: all weights, adapters."""
     if plan.config.lora.rank:
-        return {"adapters": Search(plan, model_config).fewest_nodes()}
+        return {"adapters": Search(plan, simulations).fewest_nodes()}
     config = with_values(plan.config, ADAPTERS)
-    adapters = make_plan(config, model_config, plan.machine, reason=plan.reason or "-")
+    adapters = bound_plan(config, simulations.model_config, plan.machine)
     settings = " ".join(as_arguments(ADAPTERS))
     return {
-        "all weights": Search(plan, model_config).fewest_nodes(),
-        f"adapters, {settings}": Search(adapters, model_config).fewest_nodes(),
+        "all weights": Search(plan, simulations).fewest_nodes(),
+        f"adapters, {settings}": Search(adapters, simulations).fewest_nodes(),
     }
 
 
-class ConfigPlan(NamedTuple):
-    """A plan, and what was read for it."""
-
-    config: Config
-    plan: Plan
-    model_config: PreTrainedConfig
-    simulations: Simulations
-    notes: list[str]  # on the model
-
-
-def plan_config(options: argparse.Namespace, say: Say = silent) -> ConfigPlan:
+def plan_config(
+    options: argparse.Namespace, say: Say = silent
+) -> tuple[Plan, Simulations, list[str]]:
     """Plan the run of a configuration, a file or a mapping of keys, on the machine that is given.
+
+    Return the plan, the simulations for it, and its lines.
 
     Raises:
         UserError: the run would be refused.
@@ -108,7 +95,8 @@ def plan_config(options: argparse.Namespace, say: Say = silent) -> ConfigPlan:
     plan = make_plan(config, model_config, machine_of(options, config), simulations)
     folder = model_folder(config.model.path)
     notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
-    return ConfigPlan(config, plan, model_config, simulations, [*filter(None, notes)])
+    lines = describe(plan, run_length(config, plan.layout))
+    return plan, simulations, [*filter(None, notes), *lines]
 
 
 def read_model(config: Config, say: Say) -> PreTrainedConfig:
@@ -127,12 +115,6 @@ def read_model(config: Config, say: Say) -> PreTrainedConfig:
     if config.model.init == "pretrained":
         _require_fitting_files(config.model.path)
     return model_config
-
-
-def describe_config(made: ConfigPlan) -> Iterator[str]:
-    """Yield the lines of a plan."""
-    yield from made.notes
-    yield from describe(made.plan, run_length(made.config, made.plan.layout))
 
 
 def _require_fitting_files(path: str) -> None:

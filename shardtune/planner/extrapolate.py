@@ -13,15 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardtune.config import Config
-from shardtune.distributed.world import World
 from shardtune.model.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.traits import decoder_layers, layer_types
 from shardtune.planner.at_once import at_once
-from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
+from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, Step, simulate
 from shardtune.planner.tracker import Peak
-from shardtune.training.reshard import ReshardPolicy
 
 # A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
 _FEWEST_LAYERS = 4
@@ -30,74 +27,42 @@ _FEWEST_LAYERS = 4
 class Simulations:
     """The measured steps of one model. Settings that make the same step are simulated once."""
 
-    def __init__(
-        self,
-        model_config: PreTrainedConfig,
-        imbalance: float = EXPERT_IMBALANCE,
-        evaluates: bool = True,
-    ) -> None:
-        self._model_config, self._imbalance = model_config, imbalance
-        self._evaluates = evaluates
+    def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
+        self.model_config, self._imbalance = model_config, imbalance
         self._measured: dict[Hashable, Measured] = {}
         # (kind of layer, longest document, ranks that share it): layers that attend by document.
         self._by_document: set[tuple[Hashable, int, int]] = set()
 
-    def without_evaluation(self) -> Simulations:
-        """Return a copy that shares results and skips evaluations from now on.
-
-        An evaluation takes a tenth of a simulation's time and is never the peak.
-        """
-        others = Simulations(self._model_config, self._imbalance, evaluates=False)
-        others._measured, others._by_document = self._measured, self._by_document
-        return others
-
-    def measure(
-        self,
-        whole: PreTrainedModel,
-        config: Config,
-        policy: ReshardPolicy,
-        world: World,
-        tiles: int = 1,
-    ) -> Measured:
+    def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
-        own = layers_of_stages(whole, world.layout.stages)[world.stage]
+        layout = step.world.layout
+        own = layers_of_stages(whole, layout.stages)[step.world.stage]
         kinds = layer_kinds(whole)[own.start : own.stop]
-        parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
-        keys = [_key(part, config, policy, world, tiles) for part in parts]
-        like = world.layout.max_length, world.layout.row_ranks
+        like = layout.max_length, layout.row_ranks
         tried = {(kind, *like) for kind in kinds}
-        is_by_document = tried <= self._by_document
-        new = {
-            key: partial(self._simulate, part, config, policy, world, tiles, is_by_document)
-            for key, part in zip(keys, parts, strict=True)
-            if key not in self._measured
-        }
-        self._measured.update(zip(new, at_once(list(new.values())), strict=True))
-        short, long = self._measured[keys[0]], self._measured[keys[-1]]
+        step = replace(step, imbalance=self._imbalance, is_by_document=tried <= self._by_document)
+        parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
+        steps = {_key(each): each for each in (replace(step, own=part) for part in parts)}
+        new = {key: each for key, each in steps.items() if key not in self._measured}
+        results = at_once([partial(self._simulate, each) for each in new.values()])
+        self._measured.update(zip(new, results, strict=True))
+        short, *_, long = (self._measured[key] for key in [*steps] * 2)  # or one of both
         if long.attention.by_document and not long.attention.by_layer:
             self._by_document |= tried
         return short if short is long else extrapolate(short, long, len(kinds))
 
-    def _simulate(
-        self,
-        own: range,
-        config: Config,
-        policy: ReshardPolicy,
-        world: World,
-        tiles: int,
-        is_by_document: bool,
-    ) -> Measured:
-        cut = with_layers(self._model_config, own.stop)
-        given = self._imbalance, self._evaluates, own, tiles, is_by_document
-        return simulate(config, cut, policy, world, *given)
+    def _simulate(self, step: Step) -> Measured:
+        assert step.own
+        return simulate(step, with_layers(self.model_config, step.own.stop))
 
 
-def _key(own: range, config: Config, policy: ReshardPolicy, world: World, tiles: int) -> Hashable:
+def _key(step: Step) -> Hashable:
     """Return what makes a step."""
+    config, world = step.config, step.world
     # The optimizer changes neither forward nor backward.
     layout = replace(world.layout, optimizer="")
     sections = config.model.model_dump_json(), config.lora.model_dump_json()
-    return own, layout, sections, policy, world.local_size, world.stage, tiles
+    return step.own, layout, sections, step.policy, world.local_size, world.stage, step.tiles
 
 
 def layer_kinds(model: PreTrainedModel) -> list[Hashable]:

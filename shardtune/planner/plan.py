@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.peaks import bounded_memory, step_memory
 from shardtune.planner.roofline import gpu_of, seconds
 from shardtune.planner.shapes import Keeps, Shapes, least_traffic
-from shardtune.planner.simulate import Measured, fake_world
+from shardtune.planner.simulate import Measured, Step, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Collective, Peak
 from shardtune.training.optim import build_optimizer
@@ -41,51 +43,27 @@ from shardtune.training.reshard import (
     kept_bytes,
     room_beside,
 )
-from shardtune.training.sharded_optimizer import ShardedOptimizer
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
 
 TILE_TOKENS = 8192  # of a rank, in a tile: fewer save little and cost as much
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A run on a machine. Memory is that of rank 0, the fullest; a step has full rows."""
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A run on a machine, by arithmetic. Memory is that of the fullest rank; rows are full."""
 
     config: Config
     layout: Layout
     machine: Machine
-    parameters: int  # of the whole model
-    trained_parameters: int
-    states: StateBytes
-    kept_groups: tuple[int, ...]  # of each stage, see `gathered_groups`
-    policy: ReshardPolicy
-    tiles: int  # in which experts and MLPs run, see `tile_layers`
-    needed_bytes: int  # without groups that stay gathered although others have no room
-    peaks: dict[str, Peak]  # by phase, the states included and the allowance not
-    # Peak bytes of each stream, which a GPU's allocator keeps for it; none of a CPU.
-    pools: list[int]
-    attention: str  # how the model attends; empty if `reason` is not
-    reason: str  # why memory is only bounded, by shapes alone; empty if a step was simulated
-    traffic: tuple[Counter[Collective], ...]  # of a step, for the first rank of each stage
-    step_tokens: int
-    step_flops: float | None  # recomputation not counted; None where it is not known
-    shapes: Shapes
-    storage: Storage
+    peak_bytes: int  # that the device must have
+    pinned_bytes: int  # of a node's own memory, without which the run ends
+    traffic: Sequence[Counter[Collective]]  # of a step, for the first rank of each stage
     host_link: HostLink
-
-    # Seconds of a step's kernels one after another, its bubble left out; None where none are known.
-    kernels_s: float | None
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The most bytes of tensors at once."""
-        return max(peak.n_bytes for peak in self.peaks.values())
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that the device must have: the streams' pools, and the allowance."""
-        return _peak_bytes(self.peaks, self.pools, self.machine)
+    step_flops: float | None  # recomputation not counted; None where it is not known
+    # Values of keys that the run was not given, and their price in words.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    price: str = ""
 
     @property
     def fits(self) -> bool:
@@ -98,31 +76,11 @@ class Plan:
     @property
     def host_fits(self) -> bool:
         """Whether a node has the memory, beside its GPUs', that the run holds."""
-        return self.storage.pinned_bytes <= self.machine.host_bytes
+        return self.pinned_bytes <= self.machine.host_bytes
 
     @property
-    def host_holds_copies(self) -> bool:
-        """Whether that memory also holds the copies of an asynchronous save."""
-        storage = self.storage
-        return storage.pinned_bytes + storage.staging_bytes <= self.machine.host_bytes
-
-    @property
-    def cannot_fit(self) -> bool:
-        """Whether it certainly does not fit: a bound may be far above the peak.
-
-        Beside a bound the device's allowance does not count: nobody has measured it, and a small
-        model would be refused on a small GPU.
-        """
-        least = self.states.total if self.reason else self.peak_bytes
-        return least > self.machine.memory_bytes or not self.host_fits
-
-    @property
-    def received(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The bytes that a node gets from the others in a step, and a rank in its node.
-
-        They are by kind of collective, of the node and of the stage that get the most.
-        """
-        return received(self.traffic, self.machine)
+    def step_tokens(self) -> int:
+        return self.layout.rows_per_step * self.layout.max_length
 
     @property
     def bubble(self) -> float:
@@ -130,14 +88,40 @@ class Plan:
         return idle_share(self.layout.stages, self.layout.micro_batches)
 
     @property
-    def floors_s(self) -> dict[str, float]:
-        """The seconds that a step takes at least: of arithmetic, and of each kind of link."""
-        return floors_s(self.traffic, self.host_link, self.step_flops, self.layout, self.machine)
+    def received(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The bytes that a node gets from the others in a step, and a rank in its node.
 
-    @property
-    def eager_s(self) -> float | None:
-        """About the seconds of a step on one kind of GPU, whose kernels move what they move."""
-        return None if self.kernels_s is None else self.kernels_s / (1 - self.bubble)
+        They are by kind of collective, of the node and of the stage that get the most.
+        """
+        machine = self.machine
+        stage_ranks = machine.ranks // len(self.traffic)
+        ranks = min(stage_ranks, machine.ranks_per_node)
+        nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        insides = []
+        for stage, of_stage in enumerate(self.traffic):
+            between, inside = link_bytes(of_stage, machine, ranks)
+            nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
+            insides.append(inside)
+        fullest = max(nodes.values(), key=lambda node: sum(node.values()))
+        return dict(fullest), max(insides, key=lambda inside: sum(inside.values()))
+
+    @cached_property
+    def floors_s(self) -> dict[str, float]:
+        """The seconds that each part of a step takes at least, its bubble included."""
+        machine = self.machine
+        between, inside = self.received
+        floors = {
+            "between nodes": sum(between.values()) / machine.node_bytes_per_s,
+            "inside a node": sum(inside.values()) / machine.rank_bytes_per_s,
+        }
+        if self.layout.offloads:
+            floors["with host memory"] = self.host_link.seconds(machine)
+        if self.step_flops is not None:
+            # Full checkpointing runs each layer's forward, a third of the rest, once more.
+            again = 4 / 3 if self.layout.keeps_inputs_alone else 1
+            seconds = again * self.step_flops / (machine.ranks * machine.flops_per_s)
+            floors["arithmetic"] = seconds / (1 - self.bubble)
+        return floors
 
     @property
     def floor_s(self) -> float:
@@ -151,52 +135,58 @@ class Plan:
     @property
     def bound_by(self) -> str | None:
         """The part of a step that takes the longest, or None where no rate is known."""
-        floors = self.floors_s
-        longest = max(floors, key=lambda part: floors[part])
-        return longest if floors[longest] else None
+        longest = max(self.floors_s, key=lambda part: self.floors_s[part])
+        return longest if self.floors_s[longest] else None
 
 
-def received(
-    traffic: Sequence[Mapping[Collective, int]], machine: Machine
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes that a node gets from the others in a step, and a rank in its node.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Estimate):
+    """A run whose step is simulated. Where none is, memory is bounded by shapes alone."""
 
-    `traffic`: for the first rank of each stage. The bytes are by kind of collective, of the node
-    and of the stage that get the most.
-    """
-    stage_ranks = machine.ranks // len(traffic)
-    ranks = min(stage_ranks, machine.ranks_per_node)
-    nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    insides = []
-    for stage, of_stage in enumerate(traffic):
-        between, inside = link_bytes(of_stage, machine, ranks)
-        nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
-        insides.append(inside)
-    fullest = max(nodes.values(), key=lambda node: sum(node.values()))
-    return dict(fullest), max(insides, key=lambda inside: sum(inside.values()))
+    parameters: int  # of the whole model
+    trained_parameters: int
+    states: StateBytes
+    policies: tuple[ReshardPolicy, ...]  # of each stage
+    tiles: int  # in which experts and MLPs run, see `tile_layers`
+    needed_bytes: int  # without groups that stay gathered although others have no room
+    peaks: dict[str, Peak]  # by phase, the states included and the allowance not
+    attention: str  # how the model attends; empty if `reason` is not
+    reason: str  # why no step was simulated; empty if one was
+    shapes: Shapes
+    storage: Storage
 
+    # Seconds of a step's kernels one after another, its bubble left out; None where none are known.
+    kernels_s: float | None
 
-def floors_s(
-    traffic: Sequence[Mapping[Collective, int]],
-    host_link: HostLink,
-    step_flops: float | None,
-    layout: Layout,
-    machine: Machine,
-) -> dict[str, float]:
-    """Return the seconds that each part of a step takes at least, its bubble included."""
-    between, inside = received(traffic, machine)
-    floors = {
-        "between nodes": sum(between.values()) / machine.node_bytes_per_s,
-        "inside a node": sum(inside.values()) / machine.rank_bytes_per_s,
-    }
-    if layout.offloads:
-        floors["with host memory"] = host_link.seconds(machine)
-    if step_flops is not None:
-        # Full checkpointing runs each layer's forward, a third of the rest, once more.
-        again = 4 / 3 if layout.keeps_inputs_alone else 1
-        seconds = again * step_flops / (machine.ranks * machine.flops_per_s)
-        floors["arithmetic"] = seconds / (1 - idle_share(layout.stages, layout.micro_batches))
-    return floors
+    @property
+    def allocated_bytes(self) -> int:
+        """The most bytes of tensors at once."""
+        return max(peak.n_bytes for peak in self.peaks.values())
+
+    @property
+    def kept_groups(self) -> list[int]:
+        """The groups that stay gathered in each stage, see `gathered_groups`."""
+        return [policy.kept_groups for policy in self.policies]
+
+    @property
+    def host_holds_copies(self) -> bool:
+        """Whether a node's own memory also holds the copies of an asynchronous save."""
+        return self.pinned_bytes + self.storage.staging_bytes <= self.machine.host_bytes
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether it certainly does not fit: a bound may be far above the peak.
+
+        Beside a bound the device's allowance does not count: nobody has measured it, and a small
+        model would be refused on a small GPU.
+        """
+        least = self.states.total if self.reason else self.peak_bytes
+        return least > self.machine.memory_bytes or not self.host_fits
+
+    @property
+    def eager_s(self) -> float | None:
+        """About the seconds of a step on one kind of GPU, whose kernels move what they move."""
+        return None if self.kernels_s is None else self.kernels_s / (1 - self.bubble)
 
 
 def make_plan(
@@ -204,73 +194,183 @@ def make_plan(
     model_config: PreTrainedConfig,
     machine: Machine,
     simulations: Simulations | None = None,
-    reason: str = "",
 ) -> Plan:
     """Plan a run without a device, weights, tokenizer or data, as the first rank of each stage.
 
-    Where it does not fit, experts and MLPs run in tiles, if it fits so.
+    Where it does not fit, experts and MLPs run in tiles, if it fits so. Plans of one model may
+    share `simulations`.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
-    simulations = simulations or Simulations(model_config)
-    stages = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
-    plan = _join(stages)
+    planner = _Planner(config, model_config, machine, simulations or Simulations(model_config))
+    plan = _join(planner.stages())
     tiles = plan.layout.tokens_per_rank // TILE_TOKENS
     if plan.fits or plan.reason or tiles < 2:
         return plan
-    tiled = _join(_plan_stages(config, model_config, machine, simulations, reason, tiles))
+    tiled = _join(planner.stages(tiles))
     return tiled if tiled.fits else plan
 
 
-def _plan_stages(
-    config: Config,
-    model_config: PreTrainedConfig,
-    machine: Machine,
-    simulations: Simulations,
-    reason: str,
-    tiles: int,
-) -> list[Plan]:
-    """Return the plan of each stage; in tiles, up to the first that does not fit."""
-    parts: list[Plan] = []
-    alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
-    layout = machine.layout(config)
-    for stage in range(layout.stages):
-        with fake_world(layout, machine.ranks_per_node, stage) as world:
-            if stage == 0:
-                require_trainable(config, model_config, world)
-                whole = whole_on_meta(config, model_config, world)
-                kinds = layer_kinds(whole)
-            own = layers_of_stages(whole, layout.stages)[stage]
-            if 0 < stage < layout.stages - 1:
-                first = alike.setdefault(tuple(kinds[own.start : own.stop]), stage)
-                if first < stage:  # which has fewer micro-batches in flight
-                    parts.append(_moved(parts[first], by=(stage - first) * layout.stage_ranks))
-                    continue
-            given = config, model_config, machine, simulations, reason, tiles
-            parts.append(_plan_stage(world, *given))
-            if tiles > 1 and not parts[-1].fits:
-                break
-    return parts
+def bound_plan(
+    config: Config, model_config: PreTrainedConfig, machine: Machine, world: World | None = None
+) -> Plan:
+    """Plan a run from shapes alone, in milliseconds.
+
+    `world`: the run's own, whose other ranks have no part in it. A simulated step has collectives.
+
+    Raises:
+        UserError: the run would be refused for its model, its mesh or its keys.
+    """
+    planner = _Planner(config, model_config, machine)
+    if not world:
+        return _join(planner.stages())
+    firsts = range(0, world.size, world.layout.stage_ranks)
+    return _join([planner.stage(replace(world, rank=first)) for first in firsts])
+
+
+class _Planner:
+    """Plans the stages of a run; by shapes alone without `simulations`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: PreTrainedConfig,
+        machine: Machine,
+        simulations: Simulations | None = None,
+    ) -> None:
+        self._config, self._model_config = config, model_config
+        self._machine, self._simulations = machine, simulations
+
+    def stages(self, tiles: int = 1) -> list[Plan]:
+        """Return the plan of each stage; in tiles, up to the first that does not fit."""
+        config, model_config, machine = self._config, self._model_config, self._machine
+        parts: list[Plan] = []
+        alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
+        layout = machine.layout(config)
+        for stage in range(layout.stages):
+            with fake_world(layout, machine.ranks_per_node, stage) as world:
+                if stage == 0:
+                    require_trainable(config, model_config, world)
+                    whole = whole_on_meta(config, model_config, world)
+                    kinds = layer_kinds(whole)
+                own = layers_of_stages(whole, layout.stages)[stage]
+                if 0 < stage < layout.stages - 1:
+                    first = alike.setdefault(tuple(kinds[own.start : own.stop]), stage)
+                    if first < stage:  # which has fewer micro-batches in flight
+                        parts.append(_moved(parts[first], by=(stage - first) * layout.stage_ranks))
+                        continue
+                parts.append(self.stage(world, tiles))
+                if tiles > 1 and not parts[-1].fits:
+                    break
+        return parts
+
+    def stage(self, world: World, tiles: int = 1) -> Plan:
+        """Plan this rank's stage in a world, without other ranks."""
+        config, machine, layout = self._config, self._machine, world.layout
+        own = build_on_meta(config, self._model_config, world)
+        whole = whole_on_meta(config, self._model_config, world)
+        owned = OwnedParameters(own, world)
+        optimizer = build_optimizer(owned, config)
+        states, kept = state_bytes(own, optimizer, layout), kept_bytes(own, layout)
+        policy = self._policy(kept, states, layout)
+        shapes = Shapes(whole)
+        updated = [to_local(p).numel() for p in owned.by_name.values()]
+        link = host_link(sum(updated), policy, layout)
+        storage = plan_storage(own, config, self._model_config, states, shapes, machine, world)
+        step = Step(config, policy, world, tiles=tiles)
+        measured, reason = self._measure(step, whole)
+        if measured:
+            pieces = pieces_bytes(max(updated), layout)
+            memory = partial(step_memory, measured, states, optimizer, pieces, machine)
+            traffic = measured.step_traffic(layout.micro_batches)
+            peaks, peak_bytes = memory()
+            needed_bytes = peak_bytes
+            if not policy.kept_groups:
+                policy, gathered = self._keep_groups(own, kept, states, world, peak_bytes, traffic)
+                peaks, peak_bytes = memory(gathered)
+        else:
+            keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
+            traffic = least_traffic(shapes, world.stage, keeps, layout)
+            peak = bounded_memory(own, shapes, config, states, world)
+            peaks, needed_bytes = {"any phase": peak}, peak.n_bytes + machine.allowance_bytes
+            peak_bytes = needed_bytes
+        return Plan(
+            config=config,
+            layout=layout,
+            machine=machine,
+            peak_bytes=peak_bytes,
+            pinned_bytes=storage.pinned_bytes,
+            traffic=(traffic,),
+            host_link=link,
+            step_flops=_count_step_flops(whole, layout.rows_per_step, layout.max_length),
+            parameters=sum(p.numel() for p in whole.parameters()),
+            trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
+            states=states,
+            policies=(policy,),
+            tiles=tiles,
+            needed_bytes=needed_bytes,
+            peaks=peaks,
+            attention=measured.attention.text if measured else "",
+            reason=reason,
+            shapes=shapes,
+            storage=storage,
+            kernels_s=_kernel_seconds(measured, states, link, layout, machine),
+        )
+
+    def _measure(self, step: Step, whole: PreTrainedModel) -> tuple[Measured | None, str]:
+        """Return what a simulated step shows, or None and the reason why there is none."""
+        if not self._simulations:
+            return None, "no step was simulated"
+        try:
+            return self._simulations.measure(step, whole), ""
+        except UserError:
+            raise
+        except Exception as error:  # any architecture may ask for something else
+            kind = whole.config.model_type
+            return None, f"no step of {kind} can be simulated: {first_line(error)}"
+
+    def _policy(
+        self, kept: KeptBytes, states: StateBytes, layout: Layout, planned_groups: int = 0
+    ) -> ReshardPolicy:
+        """Decide as `choose_reshard_policy` does."""
+        free = self._machine.memory_bytes - self._machine.allowance_bytes - states.total
+        fixed = fixed_policy(layout)
+        policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
+        return policy
+
+    def _keep_groups(
+        self,
+        model: PreTrainedModel,
+        kept: KeptBytes,
+        states: StateBytes,
+        world: World,
+        peak_bytes: int,
+        traffic: Counter[Collective],
+    ) -> tuple[ReshardPolicy, int]:
+        """Let as many groups stay gathered as a peak leaves room for, and take them from traffic.
+
+        Return the policy, and the bytes that these groups add to the peak.
+        """
+        groups = _gathering_ranks(model, world)
+        # A group that one rank has whole is copied, which takes less time than its memory is worth.
+        shared = sum(len(ranks) > 1 for ranks in groups)
+        fitting = groups_in(kept, room_beside(peak_bytes, self._machine.memory_bytes))
+        policy = self._policy(kept, states, world.layout, min(fitting, shared))
+        sizes = kept.parameters[: policy.kept_groups]
+        micro_batches = world.layout.micro_batches
+        for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
+            # What stands around the layers stays from the forward to the backward in any case.
+            gathers = 2 * micro_batches if number else micro_batches
+            traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
+        return policy, sum(sizes[1:])  # what stands around the layers is gathered at each peak
 
 
 def _moved(plan: Plan, by: int) -> Plan:
-    """Return the plan of a stage for another one that is alike, so many ranks behind it."""
+    """Copy the plan of a stage for one that is alike, whose ranks are higher by `by`."""
     (own,) = plan.traffic
     moved = {Collective(kind, tuple(r + by for r in ranks)): n for (kind, ranks), n in own.items()}
     return replace(plan, traffic=(Counter(moved),))
-
-
-def bound_in(
-    world: World, config: Config, model_config: PreTrainedConfig, machine: Machine, reason: str
-) -> Plan:
-    """Plan a run in its own world, from shapes alone for this `reason`, without the other ranks.
-
-    A simulated step has collectives, so that a real world gets none.
-    """
-    firsts = range(0, world.size, world.layout.stage_ranks)
-    given = config, model_config, machine, Simulations(model_config), reason, 1
-    return _join([_plan_stage(replace(world, rank=first), *given) for first in firsts])
 
 
 def _join(stages: Sequence[Plan]) -> Plan:
@@ -278,169 +378,39 @@ def _join(stages: Sequence[Plan]) -> Plan:
 
     Peaks are those of the stage with the highest, and states those of the one with the largest.
     """
-    fullest = max(stages, key=lambda stage: stage.peak_bytes)
-    states = max((stage.states for stage in stages), key=lambda each: each.total)
+    storage = join_storage([stage.storage for stage in stages])
     times = [stage.kernels_s for stage in stages if stage.kernels_s is not None]
     return replace(
-        fullest,
-        states=states,
-        kept_groups=tuple(stage.policy.kept_groups for stage in stages),
-        needed_bytes=max(stage.needed_bytes for stage in stages),
+        max(stages, key=lambda stage: stage.peak_bytes),
+        pinned_bytes=storage.pinned_bytes,
         traffic=tuple(stage.traffic[0] for stage in stages),
-        storage=join_storage([stage.storage for stage in stages]),
         host_link=max((stage.host_link for stage in stages), key=lambda each: each.update),
+        states=max((stage.states for stage in stages), key=lambda each: each.total),
+        policies=tuple(stage.policies[0] for stage in stages),
+        needed_bytes=max(stage.needed_bytes for stage in stages),
+        storage=storage,
         kernels_s=max(times, default=None),
     )
 
 
-def _plan_stage(
-    world: World,
-    config: Config,
-    model_config: PreTrainedConfig,
-    machine: Machine,
-    simulations: Simulations,
-    reason: str,
-    tiles: int,
-) -> Plan:
-    """Plan this rank's stage in a world, without other ranks.
-
-    Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
-    by the shapes alone, as it is where a step of the model cannot be simulated.
-    """
-    layout = world.layout
-    own = build_on_meta(config, model_config, world)
-    whole = whole_on_meta(config, model_config, world)
-    owned = OwnedParameters(own, world)
-    optimizer = build_optimizer(owned, config)
-    states, kept = state_bytes(own, optimizer, layout), kept_bytes(own, layout)
-    policy = _policy(kept, states, machine, layout)
-    shapes = Shapes(whole)
-    updated = [to_local(p).numel() for p in owned.by_name.values()]
-    pieces = pieces_bytes(max(updated), layout)
-    given = whole, config, policy, world, tiles
-    measured, reason = (None, reason) if reason else _measure(simulations, *given)
-    if measured:
-        traffic = measured.step_traffic(layout.micro_batches)
-        peaks, pools = step_memory(measured, states, optimizer, pieces, machine.is_gpu)
-    else:
-        keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
-        traffic = least_traffic(shapes, world.stage, keeps, layout)
-        peaks, pools = {"any phase": bounded_memory(own, config, states, world)}, []
-    link = host_link(sum(updated), policy, layout)
-    rows, length = layout.rows_per_step, layout.max_length
-    plan = Plan(
-        config=config,
-        layout=layout,
-        machine=machine,
-        parameters=sum(p.numel() for p in whole.parameters()),
-        trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
-        states=states,
-        kept_groups=(policy.kept_groups,),
-        policy=policy,
-        tiles=tiles,
-        needed_bytes=_peak_bytes(peaks, pools, machine),
-        peaks=peaks,
-        pools=pools,
-        attention=measured.attention.text if measured else "",
-        reason=reason,
-        traffic=(traffic,),
-        step_tokens=rows * length,
-        step_flops=_count_step_flops(whole, rows, length),
-        shapes=shapes,
-        storage=plan_storage(own, config, model_config, states, shapes, machine, world),
-        host_link=link,
-        kernels_s=_kernel_seconds(measured, states, link, layout, machine) if measured else None,
-    )
-    if measured and not policy.kept_groups:
-        return _keep_groups(plan, measured, own, kept, optimizer, pieces, world)
-    return plan
-
-
-def _measure(
-    simulations: Simulations,
-    whole: PreTrainedModel,
-    config: Config,
-    policy: ReshardPolicy,
-    world: World,
-    tiles: int,
-) -> tuple[Measured | None, str]:
-    """Return what a simulated step shows, or None and the reason why there is none."""
-    try:
-        return simulations.measure(whole, config, policy, world, tiles), ""
-    except UserError:
-        raise
-    except Exception as error:  # any architecture may ask for something else
-        kind = whole.config.model_type
-        return None, f"no step of {kind} can be simulated: {first_line(error)}"
-
-
-def _keep_groups(
-    plan: Plan,
-    measured: Measured,
-    model: PreTrainedModel,
-    kept: KeptBytes,
-    optimizer: ShardedOptimizer,
-    pieces: int,
-    world: World,
-) -> Plan:
-    """Return the plan in which as many groups stay gathered as its peak leaves room for."""
-    layout, machine, states = plan.layout, plan.machine, plan.states
-    groups = _gathering_ranks(model, world)
-    # A group that one rank has whole is copied, which takes less time than its memory is worth.
-    shared = sum(len(ranks) > 1 for ranks in groups)
-    fitting = groups_in(kept, room_beside(plan.peak_bytes, machine.memory_bytes))
-    policy = _policy(kept, states, machine, layout, min(fitting, shared))
-    sizes = kept.parameters[: policy.kept_groups]
-    # What stands around the layers is gathered at each peak.
-    kept_measured = measured.keeping(sum(sizes[1:]))
-    peaks, pools = step_memory(kept_measured, states, optimizer, pieces, machine.is_gpu)
-    traffic, micro_batches = plan.traffic[0].copy(), layout.micro_batches
-    for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
-        # What stands around the layers stays from the forward to the backward in any case.
-        gathers = 2 * micro_batches if number else micro_batches
-        traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
-    return replace(
-        plan,
-        kept_groups=(policy.kept_groups,),
-        policy=policy,
-        peaks=peaks,
-        pools=pools,
-        traffic=(traffic,),
-    )
-
-
 def _kernel_seconds(
-    measured: Measured, states: StateBytes, link: HostLink, layout: Layout, machine: Machine
+    measured: Measured | None, states: StateBytes, link: HostLink, layout: Layout, machine: Machine
 ) -> float | None:
     """Return the seconds of a step's kernels, the update's with them; None on CPUs.
 
     An update of states in host memory takes as long as their copies.
     """
-    if not machine.is_gpu:
+    if not measured or not machine.is_gpu:
         return None
     gpu = gpu_of(machine.memory_bytes)
-    # Adapters, their gradients and moments are float32.
-    weights = states.gradients if layout.is_lora else states.parameters
+    update_s = link.update.seconds(machine)
+    if not layout.offloads:
+        # Adapters, their gradients and moments are float32.
+        weights = states.gradients if layout.is_lora else states.parameters
+        # The update is one kernel a piece, and the norm reads the gradients before it.
+        update_s = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
     kernels = measured.step_kernels(layout.micro_batches)
-    if layout.offloads:
-        return seconds(kernels, gpu) + link.update.seconds(machine)
-    # The update is one kernel a piece, and the norm reads the gradients before it.
-    update = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
-    return seconds(kernels, gpu) + update
-
-
-def _policy(
-    kept: KeptBytes,
-    states: StateBytes,
-    machine: Machine,
-    layout: Layout,
-    planned_groups: int = 0,
-) -> ReshardPolicy:
-    """Decide as `choose_reshard_policy` does."""
-    free = machine.memory_bytes - machine.allowance_bytes - states.total
-    fixed = fixed_policy(layout)
-    policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
-    return policy
+    return seconds(kernels, gpu) + update_s
 
 
 def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ...]]:
@@ -452,11 +422,6 @@ def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ..
             mesh = world.expert_mesh["expert_shard"]
         ranks.append(tuple(dist.get_process_group_ranks(mesh.get_group())))
     return ranks
-
-
-def _peak_bytes(peaks: Mapping[str, Peak], pools: Sequence[int], machine: Machine) -> int:
-    allocated = max(peak.n_bytes for peak in peaks.values())
-    return max(sum(pools), allocated) + machine.allowance_bytes
 
 
 def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:

@@ -38,7 +38,7 @@ from shardtune.model.flops import device_peak
 from shardtune.planner.disk_room import require_room, saves_left
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import Plan, bound_in, make_plan
+from shardtune.planner.plan import Plan, bound_plan, make_plan
 from shardtune.planner.search import Search, as_arguments, launch_command
 from shardtune.planner.verdict import lacking, verdict
 from shardtune.training.context import Planned, Run
@@ -46,7 +46,6 @@ from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
 from shardtune.units import gb
 
 _BOUND_SUFFICES = 0.1  # of the memory
-_UNSIMULATED = "no step was simulated"
 _SIMULATED_WITHIN_S = 180.0
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -94,7 +93,7 @@ class RunPlan:
         self._prediction: Prediction | None = None
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
-            self._bound = bound_in(world, config, model_config, self._machine, _UNSIMULATED)
+            self._bound = bound_plan(config, model_config, self._machine, world)
             limit = _BOUND_SUFFICES * self._machine.memory_bytes
             if self._bound.allocated_bytes > limit or not self._bound.host_fits:
                 self._process = _simulate(run, self._machine)
@@ -151,17 +150,13 @@ class RunPlan:
 
     def _suggest_mesh(self) -> None:
         """Log a mesh with which a step takes less than two thirds of its time, on rank 0."""
-        found = Search(self._bound, self._model_config).much_faster_mesh()
-        if not found:
-            return
-        own, fastest = found
-        arguments, config = sys.argv[1:], self._run.config
-        command = launch_command(fastest.values, config, self._machine, arguments)
-        logger.info(
-            f"Mesh: a step takes at least {own.floor_s:.3g} s, {own.bound_by}, by the bandwidths "
-            f"of the preflight, and {fastest.floor_s:.3g} s with {command} "
-            "(shardtune plan simulates its memory)"
-        )
+        search = Search(self._bound, Simulations(self._model_config))
+        if fastest := search.much_faster_mesh():
+            logger.info(
+                f"Mesh: a step takes at least {search.own.floor_s:.3g} s, {search.own.bound_by}, "
+                f"by the bandwidths of the preflight, and {fastest.floor_s:.3g} s with "
+                f"{launch_command(fastest, sys.argv[1:])} (shardtune plan simulates its memory)"
+            )
 
     @contextlib.contextmanager
     def compared(self, metrics: Metrics) -> Iterator[None]:
@@ -251,11 +246,11 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations)
     must_fit = plan.cannot_fit and not config.run.ignore_plan
-    is_allowed = resume_may_change if request["is_resumed"] else None
-    changes = Search(plan, model_config, is_allowed).changes(simulations) if must_fit else []
+    is_allowed = resume_may_change if request["is_resumed"] else bool
+    changes = Search(plan, simulations, is_allowed).changes() if must_fit else []
     return as_prediction(plan) | {
         "changes": [
-            " ".join(as_arguments(change.values)) + f" ({gb(change.plan.peak_bytes, 2)} GB)"
+            " ".join(as_arguments(change.values)) + f" ({gb(change.peak_bytes, 2)} GB)"
             for change in changes
         ]
     }
@@ -273,7 +268,7 @@ def as_prediction(plan: Plan) -> Prediction:
         lacking=lacking(plan),
         step_s=plan.floor_s or None,
         bound_by=plan.bound_by,
-        kept_groups=list(plan.kept_groups),
+        kept_groups=plan.kept_groups,
         tiles=plan.tiles,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, combinations, islice, product
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardtune.config import KEYS, Config
-from shardtune.config_io import to_dict
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
@@ -26,7 +25,7 @@ from shardtune.optimizers.rules import smaller_rules
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.host_link import host_link, host_states_bytes
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import Plan, floors_s, make_plan
+from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
 from shardtune.planner.shapes import Shapes, host_inputs_bytes, least_traffic, rough_memory
 from shardtune.planner.status_lines import Say, silent
 
@@ -51,90 +50,44 @@ _MESH = (
 Setting = tuple[dict[str, Any], str]  # values of keys, and their price
 
 
-@dataclass(frozen=True)
-class Change:
-    """Other values of some keys, their price in words, and the plan with them."""
-
-    values: dict[str, Any]
-    price: str
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mesh with some settings, by arithmetic alone. `values`: of the keys that change."""
-
-    values: dict[str, Any]
-    price: str
-    config: Config
-    layout: Layout
-    floors_s: dict[str, float]
-    peak_bytes: float
-    host_bytes: float  # of a node
-
-    @property
-    def floor_s(self) -> float:
-        return max(self.floors_s.values())
-
-    @property
-    def bound_by(self) -> str:
-        return max(self.floors_s, key=lambda part: self.floors_s[part])
-
-    def rank(self) -> tuple[float, float, int]:
-        """Return a key that sorts the fastest first, of equal ones those with less to move, and of
-        these those with the fewest changes."""
-        return self.floor_s, sum(self.floors_s.values()), len(self.values)
-
-
 class Search:
     """Looks for changes of keys that `may_change` with which a planned run is faster, or fits."""
 
     def __init__(
         self,
         plan: Plan,
-        model_config: PreTrainedConfig,
-        may_change: Callable[[str], bool] | None = None,
+        simulations: Simulations,
+        may_change: Callable[[str], bool] = bool,  # a key is not empty
         say: Say = silent,
     ) -> None:
-        """`may_change`: whether a key may have another value; None: each may.
+        """`say` is called before each step that is simulated."""
+        self.plan, self._simulations = plan, simulations
+        self._may_change, self._say = may_change, say
 
-        `say` is called before each step that is simulated.
-        """
-        self._plan, self._model_config = plan, model_config
-        self._may_change = may_change or bool  # a key is not empty
-        self._say = say
-        self._own = self._estimate({}, "", plan.config, plan.shapes)
+    @cached_property
+    def own(self) -> Estimate:
+        """The run's own mesh, by arithmetic."""
+        return self._estimate({}, "", self.plan.config, self.plan.shapes)
 
-    def much_faster_mesh(self) -> tuple[Estimate, Estimate] | None:
-        """Return the run's own mesh and the fastest, if a step of the first is slower by half.
+    def much_faster_mesh(self) -> Estimate | None:
+        """Return the fastest mesh, if a step of the run's own is slower by half."""
+        return self._by_arithmetic({}, self.own.floor_s / _SLOW)
 
-        No step is simulated, so that the memory has a margin.
-        """
-        limit = _MARGIN * self._plan.machine.memory_bytes
-        for fastest in self._estimates({}, ""):
-            if fastest.peak_bytes > limit:
-                continue
-            if fastest.floor_s * _SLOW > self._own.floor_s:
-                return None
-            if self._can_be_cut(fastest):
-                return self._own, fastest
-        return None
-
-    def changes(self, simulations: Simulations) -> list[Change]:
+    def changes(self) -> list[Plan]:
         """Return changes that fit, the fastest first; none if a run that fits is the fastest.
 
         That is one other mesh, or where none fits, several, each with the fewest other settings.
         """
-        plan = self._plan
-        # For other meshes the arithmetic is about as far off as for this one.
-        own_off = 1.0 if plan.reason else plan.needed_bytes / self._own.peak_bytes
+        plan = self.plan
+        # Assume the same error factor for all meshes.
+        factor = 1.0 if plan.reason else plan.needed_bytes / self.own.peak_bytes
         groups = _settings(self._same_training(), _less_training(plan.layout))
         if plan.fits:
             slowest_s = _FASTER * plan.floor_s
-            return self._try(islice(groups, 1), own_off, simulations, slowest_s=slowest_s)
-        return self._try(groups, own_off, simulations)
+            return self._try(islice(groups, 1), factor, slowest_s=slowest_s)
+        return self._try(groups, factor)
 
-    def fastest(self, simulations: Simulations) -> Change | None:
+    def fastest(self) -> Plan | None:
         """Return the fastest run that fits and trains the same, with the fewest other settings.
 
         States may be in host memory, whose time is known. Settings that round more come last. The
@@ -149,55 +102,55 @@ class Search:
             [_together(pair) for pair in product(anywhere, group)]
             for group in _settings(others, [setting for (setting,) in rounding])
         )
-        return next(iter(self._try(groups, 1 / _MARGIN, simulations, wanted=1)), None)
+        return next(iter(self._try(groups, 1 / _MARGIN, wanted=1)), None)
 
-    def fewest_nodes(self) -> tuple[int, Estimate] | None:
-        """Return how many nodes of this kind hold the run, in another mesh, and that mesh.
+    def fewest_nodes(self) -> Estimate | None:
+        """Return a mesh on as few nodes of this kind as hold the run, by arithmetic.
 
-        That is arithmetic: no step is simulated. Layers keep their inputs alone: with all
-        activations long rows fit on no number of nodes.
+        Layers keep their inputs alone: with all activations long rows fit on no number of nodes.
         """
-        nodes, most = self._plan.machine.nodes, _MOST_RANKS // self._plan.machine.ranks_per_node
+        nodes, most = self.plan.machine.nodes, _MOST_RANKS // self.plan.machine.ranks_per_node
         while nodes <= most:
             if found := self._on(nodes):
                 step = max(1, nodes // 8)
-                fewer = ((n, self._on(n)) for n in range(nodes // 2 + step, nodes, step))
-                return next(((n, each) for n, each in fewer if each), (nodes, found))
+                fewer = map(self._on, range(nodes // 2 + step, nodes, step))
+                return next(filter(None, fewer), found)
             nodes *= 2
         return None
 
     def _on(self, nodes: int) -> Estimate | None:
-        """Return the fastest mesh on so many nodes that fits by arithmetic, with a margin."""
-        plan = replace(self._plan, machine=replace(self._plan.machine, nodes=nodes))
-        limit = _MARGIN * plan.machine.memory_bytes
+        """Return the fastest mesh on so many nodes that fits."""
+        plan = replace(self.plan, machine=replace(self.plan.machine, nodes=nodes))
         is_lean = plan.layout.keeps_inputs_alone
         kept = {} if is_lean else {"model.activation_checkpointing": "full"}
-        there = Search(plan, self._model_config, self._may_change)._estimates(kept, "")
-        fitting = (each for each in there if each.peak_bytes <= limit)
-        return next(filter(self._can_be_cut, fitting), None)
+        return Search(plan, self._simulations, self._may_change)._by_arithmetic(kept)
+
+    def _by_arithmetic(
+        self, values: Mapping[str, Any], slowest_s: float = math.inf
+    ) -> Estimate | None:
+        """Return the fastest mesh that fits with a margin, since no step is simulated."""
+        limit = _MARGIN * self.plan.machine.memory_bytes
+        fitting = (each for each in self._estimates(values, "") if each.peak_bytes <= limit)
+        fast = (each for each in fitting if each.floor_s <= slowest_s)
+        return next(filter(self._can_be_cut, fast), None)
 
     def _try(
         self,
         groups: Iterable[list[Setting]],
-        own_off: float,
-        simulations: Simulations,
+        factor: float,
         slowest_s: float = math.inf,
         wanted: int = _MOST_WANTED,
-    ) -> list[Change]:
+    ) -> list[Plan]:
         """Return what fits of the first group of which a part does, the fastest first.
 
-        `own_off`: by what the peaks of the arithmetic are multiplied. `wanted`: how many at most.
+        `factor`: from peaks by arithmetic to simulated ones. `wanted`: how many at most.
         """
-        plan, simulations = self._plan, simulations.without_evaluation()
-        left, memory_bytes = _MOST_SIMULATED, plan.machine.memory_bytes
-        # A mesh with as many stages, which have layers of their own in flight, knows better.
-        off: dict[tuple[int, int], float] = {}  # by numbers of stages, and of ranks that share rows
+        left, memory_bytes = _MOST_SIMULATED, self.plan.machine.memory_bytes
+        # Prefer the factor of a simulated mesh with the same stages, and ranks that share a row.
+        factors: dict[tuple[int, int], float] = {}
 
         def fits(each: Estimate) -> bool:
-            return (
-                each.peak_bytes * off.get((each.layout.stages, each.layout.context), own_off)
-                <= memory_bytes
-            )
+            return each.peak_bytes * factors.get(_stages_and_context(each), factor) <= memory_bytes
 
         for settings in groups:
             estimates: list[Estimate] = []
@@ -208,139 +161,148 @@ class Search:
                     estimates += found[: 1 if values else None]  # with a price one is enough
                     leanest += sorted(found, key=lambda each: each.peak_bytes)[:1]
             leanest.sort(key=lambda each: each.peak_bytes)
-            changes: list[Change] = []
-            for fastest in sorted(estimates, key=Estimate.rank):
+            plans: list[Plan] = []
+            for fastest in sorted(estimates, key=_rank):
                 # The last simulation goes to the leanest mesh: the faster ones did not fit.
-                is_last = left == 1 and not changes
+                is_last = left == 1 and not plans
                 each = leanest[0] if is_last else fastest
-                is_enough = len(changes) == wanted or (changes and not each.price)
+                is_enough = len(plans) == wanted or (plans and not each.price)
                 if not left or each.floor_s >= slowest_s or is_enough:
                     break
-                if any(each.price == change.price for change in changes):
+                if any(each.price == plan.price for plan in plans):
                     continue  # another degree fits, and is faster
                 is_risky = is_last and each.peak_bytes > memory_bytes
                 if is_risky or not fits(each) or not self._can_be_cut(each):
                     continue
-                change = self._simulate(each, simulations)
+                plan = self._simulate(each)
                 left -= 1
-                if change and change.plan.fits:
-                    changes.append(change)
-                elif change:
-                    by = change.plan.needed_bytes / each.peak_bytes
-                    key = each.layout.stages, each.layout.context
-                    off[key] = max(by, off.get(key, own_off))
-            if changes or not left:
-                return sorted(changes, key=lambda change: change.plan.seconds_per_token)
+                if plan and plan.fits:
+                    plans.append(plan)
+                elif plan:
+                    by = plan.needed_bytes / each.peak_bytes
+                    key = _stages_and_context(each)
+                    factors[key] = max(by, factors.get(key, factor))
+            if plans or not left:
+                return sorted(plans, key=lambda plan: plan.seconds_per_token)
         return []
 
     def _same_training(self) -> list[list[Setting]]:
-        return list(_same_training(self._plan.layout, self._degrees()))
+        return list(_same_training(self.plan.layout, self._degrees()))
 
-    def _simulate(self, estimate: Estimate, simulations: Simulations) -> Change | None:
-        plan, config = self._plan, estimate.config
-        named = with_mesh(estimate.values, plan.config)
-        self._say(f"simulating a step with {' '.join(as_arguments(named)) or 'no other keys'}")
+    def _simulate(self, estimate: Estimate) -> Plan | None:
+        named = " ".join(mesh_arguments(estimate))
+        self._say(f"simulating a step with {named or 'no other keys'}")
+        model_config, machine = self._simulations.model_config, self.plan.machine
         try:
-            made = make_plan(config, self._model_config, plan.machine, simulations, plan.reason)
+            plan = make_plan(estimate.config, model_config, machine, self._simulations)
         except UserError:  # shards would cut the blocks of an optimizer
             return None
-        return Change(estimate.values, estimate.price, made)
+        return replace(plan, values=estimate.values, price=estimate.price)
 
     def _estimates(self, values: Mapping[str, Any], price: str) -> list[Estimate]:
         """Return the meshes with other settings that a node's own memory holds, fastest first."""
-        config = with_values(self._plan.config, values)
-        shapes = self._with_adapters if "lora.rank" in values else self._plan.shapes
+        config = with_values(self.plan.config, values)
+        shapes = self._with_adapters if "lora.rank" in values else self.plan.shapes
         estimates = []
-        for mesh in _meshes(self._plan.machine.layout(config), shapes, self._plan.machine):
+        for mesh in _meshes(self.plan.machine.layout(config), shapes, self.plan.machine):
             changed = {key: n for key, n in mesh.items() if n != _value(config, key)}
             if all(map(self._may_change, changed)):
-                estimates.append(
-                    self._estimate(dict(values) | changed, price, _with_mesh(config, mesh), shapes)
-                )
-        held = [each for each in estimates if each.host_bytes <= self._plan.machine.host_bytes]
-        return sorted(held, key=Estimate.rank)
+                changed = {**values, **changed}
+                estimates.append(self._estimate(changed, price, with_values(config, mesh), shapes))
+        return sorted((each for each in estimates if each.host_fits), key=_rank)
 
     def _estimate(
-        self, values: dict[str, Any], price: str, config: Config, shapes: Shapes
+        self, values: Mapping[str, Any], price: str, config: Config, shapes: Shapes
     ) -> Estimate:
-        machine, traffic, peak_bytes, links = self._plan.machine, [], 0.0, []
+        machine, traffic, peaks, links = self.plan.machine, [], [], []
         states, inputs = [], []  # in host memory
-        layout = machine.layout(config)
-        free = machine.memory_bytes - machine.allowance_bytes
+        layout, free = machine.layout(config), machine.memory_bytes - machine.allowance_bytes
         for stage in range(layout.stages):
             memory, keeps = rough_memory(shapes, stage, layout, free)
-            peak_bytes = max(peak_bytes, memory + machine.allowance_bytes)
+            peaks.append(memory + machine.allowance_bytes)
             traffic.append(least_traffic(shapes, stage, keeps, layout))
             updated = shapes.trained(stage, layout)
             links.append(host_link(updated, keeps.policy, layout))
             states.append(host_states_bytes(updated, layout))
             inputs.append(machine.is_gpu * host_inputs_bytes(shapes, stage, layout))
-        host_bytes = machine.ranks_per_node * (max(states) + max(inputs))
-        floors = floors_s(traffic, max(links), self._plan.step_flops, layout, machine)
-        return Estimate(values, price, config, layout, floors, peak_bytes, host_bytes)
+        return Estimate(
+            config=config,
+            layout=layout,
+            machine=machine,
+            peak_bytes=round(max(peaks)),
+            pinned_bytes=round(machine.ranks_per_node * (max(states) + max(inputs))),
+            traffic=traffic,
+            host_link=max(links),
+            step_flops=self.plan.step_flops,
+            values=values,
+            price=price,
+        )
 
     @cached_property
     def _with_adapters(self) -> Shapes:
-        config = with_values(self._plan.config, ADAPTERS)
-        return make_plan(config, self._model_config, self._plan.machine, reason="-").shapes
+        config = with_values(self.plan.config, ADAPTERS)
+        return bound_plan(config, self._simulations.model_config, self.plan.machine).shapes
 
     def _degrees(self) -> list[int]:
         """Return the numbers of a node's ranks that could share each row, and do not now."""
-        layout, shapes = self._plan.layout, self._plan.shapes
+        layout, shapes = self.plan.layout, self.plan.shapes
         now = layout.context
         if layout.max_length <= _SHORT_ROW:
             return []
-        degrees = [n for n in _divisors(self._plan.machine.ranks_per_node) if n % now == 0]
+        degrees = [n for n in _divisors(self.plan.machine.ranks_per_node) if n % now == 0]
         return [n for n in degrees if n > now and shapes.may_share(n)]
 
     def _can_be_cut(self, estimate: Estimate) -> bool:
-        if estimate.layout.context > self._plan.layout.context and not self._is_shareable:
+        if estimate.layout.context > self.plan.layout.context and not self._is_shareable:
             return False
         return estimate.layout.stages == 1 or self._is_composable
 
     @cached_property
-    def _shallow(self) -> PreTrainedConfig:
-        return with_layers(self._model_config, min(_TRIAL_LAYERS, self._plan.shapes.n_layers))
-
-    @cached_property
     def _is_shareable(self) -> bool:
-        """Whether its first layers attend without a mask, as ranks that share rows must."""
-        try:
-            require_documents_apart(replace(self._plan.layout, context=2), self._shallow)
-        except UserError:
-            return False
-        return True
+        """Whether layers attend without a mask, as ranks that share rows must."""
+        return self._accepts(require_documents_apart, replace(self.plan.layout, context=2))
 
     @cached_property
     def _is_composable(self) -> bool:
-        """Whether its first layers can be cut: a trial of all of them takes seconds."""
+        return self._accepts(require_composable, replace(self.plan.layout, stages=2))
+
+    def _accepts(
+        self, require: Callable[[Layout, PreTrainedConfig], object], layout: Layout
+    ) -> bool:
+        """Whether its first layers can be divided: a trial of all of them takes seconds."""
+        layers = min(_TRIAL_LAYERS, self.plan.shapes.n_layers)
+        shallow = with_layers(self._simulations.model_config, layers)
         try:
-            require_composable(replace(self._plan.layout, stages=2), self._shallow)
+            require(layout, shallow)
         except UserError:
             return False
         return True
 
 
-def launch_command(
-    values: Mapping[str, Any], config: Config, machine: Machine, given: Sequence[str]
-) -> str:
-    """Return the command of a run with other values of some keys, and with its whole mesh.
+def _stages_and_context(estimate: Estimate) -> tuple[int, int]:
+    return estimate.layout.stages, estimate.layout.context
 
-    `given`: the arguments without them.
-    """
-    named = with_mesh(values, config)
-    kept = [each for each in given if each.partition("=")[0] not in named]
-    sizes = {"NNODES": (machine.nodes, 2), "GPUS_PER_NODE": (machine.ranks_per_node, 8)}
+
+def _rank(estimate: Estimate) -> tuple[float, float, int]:
+    """Return a sort key: fastest, then least traffic, then fewest changes."""
+    return estimate.floor_s, sum(estimate.floors_s.values()), len(estimate.values)
+
+
+def launch_command(run: Estimate, given: Sequence[str]) -> str:
+    """Return the command of a run with its values and its whole mesh in place of those `given`."""
+    named = mesh_arguments(run)
+    keys = {each.partition("=")[0] for each in named}
+    kept = [each for each in given if each.partition("=")[0] not in keys]
+    sizes = {"NNODES": (run.machine.nodes, 2), "GPUS_PER_NODE": (run.machine.ranks_per_node, 8)}
     environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
-    return shlex.join([*environment, "./launch_node0.sh", *kept, *as_arguments(named)])
+    return shlex.join([*environment, "./launch_node0.sh", *kept, *named])
 
 
-def with_mesh(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return values of keys, and before them what a mesh needs beside the defaults."""
-    changed = with_values(config, values)
-    mesh = {key: _value(changed, key) for key in _MESH}
-    named = {k: n for k, n in mesh.items() if n != _value(config, k) or n != KEYS[k].default}
-    return named | dict(values)
+def mesh_arguments(run: Estimate) -> list[str]:
+    """Return a run's values as arguments, and before them what its mesh needs beside defaults."""
+    mesh = {key: _value(run.config, key) for key in _MESH}
+    named = {k: n for k, n in mesh.items() if k in run.values or n != KEYS[k].default}
+    return [*as_arguments({**named, **run.values})]
 
 
 def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
@@ -447,18 +409,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of some keys, `section.key`."""
-    sections = to_dict(config)
+    """Return the configuration with other values of some keys, `section.key`, that are allowed."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections[section][name] = value
-    return Config.model_validate({**sections, "origins": config.origins})
-
-
-def _with_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
-    """Do as `with_values`, in a hundredth of its time, with values that are allowed."""
-    sections: dict[str, Any] = {}
-    for key, value in mesh.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     updated = {n: getattr(config, n).model_copy(update=v) for n, v in sections.items()}

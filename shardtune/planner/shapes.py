@@ -39,14 +39,18 @@ class Sizes(NamedTuple):
     expert_products: int = 0
     exchanges: int = 0
 
+    @property
+    def products(self) -> int:
+        return self.dense_products + self.expert_products
+
 
 class StageSizes(NamedTuple):
     """The layers of a stage, the largest of them, and what stands before and behind them."""
 
-    layers: Sizes
+    per_layer: list[Sizes]
+    layers: Sizes  # together
     largest: Sizes
     around: Sizes
-    n_layers: int
 
 
 class Keeps(NamedTuple):
@@ -91,7 +95,7 @@ class Shapes:
                     around.append(embedding)
                 of_layers = per_layer[own.start : own.stop]
                 largest = max(of_layers, key=lambda s: s.dense + s.experts, default=Sizes())
-                parts.append(StageSizes(_sum(of_layers), largest, _sum(around), len(of_layers)))
+                parts.append(StageSizes(of_layers, _sum(of_layers), largest, _sum(around)))
             return parts
 
         @cache
@@ -188,7 +192,7 @@ def _exchanged(shapes: Shapes, sizes: StageSizes, layout: Layout, tokens: int) -
     # recomputation. Weights, in float32, go to the experts, and their gradients come back.
     pair = (4 + again) * hidden + (2 + again) * 4 * tokens
     # All heads in the forward, their gradients in the backward, and once more in a recomputation.
-    width = shapes.head_exchange(layout.context) * sizes.n_layers
+    width = shapes.head_exchange(layout.context) * len(sizes.per_layer)
     heads = (2 + again) * compute_bytes * tokens * width
     return shapes.top_k * pair * sizes.layers.exchanges, heads
 
@@ -254,9 +258,9 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
         reduced = min(reduced, reduce_bytes * 2 * layer)
     kept = {
         "offload": 2 * shapes.hidden_size,
-        "full": shapes.hidden_size * sizes.n_layers,
-        "selective": 0.6 * (whole.dense_products + whole.expert_products),
-        "none": 1.2 * (whole.dense_products + whole.expert_products),
+        "full": shapes.hidden_size * len(sizes.per_layer),
+        "selective": 0.6 * whole.products,
+        "none": 1.2 * whole.products,
     }[layout.checkpointing]
     kept *= layout.in_flight(stage)
     imbalance = EXPERT_IMBALANCE if expert > 1 else 1
@@ -274,4 +278,5 @@ def host_inputs_bytes(shapes: Shapes, stage: int, layout: Layout) -> int:
     if layout.checkpointing != "offload":
         return 0
     row = layout.tokens_per_rank * shapes.hidden_size * BYTES[layout.compute_dtype]
-    return shapes.of_stages(layout.stages)[stage].n_layers * row * layout.in_flight(stage)
+    layers = len(shapes.of_stages(layout.stages)[stage].per_layer)
+    return layers * row * layout.in_flight(stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
@@ -53,6 +53,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Step:
+    """The step of one rank that is simulated: a few micro-batches of full rows."""
+
+    config: Config
+    policy: ReshardPolicy
+    world: World
+    own: range | None = None  # the layers of its stage
+    tiles: int = 1  # see `tile_layers`
+    imbalance: float = EXPERT_IMBALANCE
+    is_by_document: bool = False  # its layers are known to attend by document
+
+
+@dataclass(frozen=True)
 class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
@@ -82,22 +95,6 @@ class Measured:
     def step_kernels(self, micro_batches: int) -> Counter[Kernel]:
         """Return how often each kernel runs in such a step, the optimizer's left out."""
         return _step(self.kernels, micro_batches)
-
-    def keeping(self, n_bytes: int) -> Measured:
-        """Return the memory of a step in which so many bytes more stay gathered throughout."""
-        of_passes = ("evaluate", "forward", "backward")
-        more = Counter({Cause.GATHERED: n_bytes})
-        peaks = {
-            (phase, place): Peak(peak.n_bytes + n_bytes, peak.by_cause + more)
-            if phase in of_passes
-            else peak
-            for (phase, place), peak in self.peaks.items()
-        }
-        pools = {
-            (phase, place, stream): size + n_bytes * (phase in of_passes and stream == 0)
-            for (phase, place, stream), size in self.pools.items()
-        }
-        return replace(self, peaks=peaks, pools=pools)
 
 
 def _step(parts: Sequence[Counter[T]], micro_batches: int) -> Counter[T]:
@@ -137,34 +134,22 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
         dist.destroy_process_group()
 
 
-def simulate(
-    config: Config,
-    model_config: PreTrainedConfig,
-    policy: ReshardPolicy,
-    world: World,
-    imbalance: float = EXPERT_IMBALANCE,
-    evaluates: bool = True,
-    own: range | None = None,
-    tiles: int = 1,
-    is_by_document: bool = False,
-) -> Measured:
-    """Evaluate where `evaluates`, and take a step of a few micro-batches of full rows.
+def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
+    """Evaluate, and take a step of a few micro-batches.
 
     From the second micro-batch on gradients exist. The last one differs from the second, since it
     reduces gradients that were kept; any in between is like the second. With stages one more is
-    taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
-    experts get on average. `own`: the layers of this stage.
-    `tiles`: see `tile_layers`. `is_by_document`: it is known to attend by document.
+    taken than are in flight.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
     """
-    layout, device = world.layout, world.device
-    tracker = Tracker(layout.is_gpu)
-    model = build_on_meta(config, model_config, world, own)
+    policy, world, layout = step.policy, step.world, step.world.layout
+    tracker, device = Tracker(layout.is_gpu), world.device
+    model = build_on_meta(step.config, model_config, world, step.own)
     if layout.is_gpu:
         run_as_on_gpus(model, layout, _OtherMemory)
-    exchanged = partial(_exchanged, model=model, ranks=layout.expert, imbalance=imbalance)
+    exchanged = partial(_exchanged, model, step)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
@@ -172,21 +157,20 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            attention = _decide(model, world, tracker, exchanged, is_by_document)
-            if tiles > 1:
-                tile_layers(model, tiles)
+            attention = _decide(model, step, tracker, exchanged)
+            if step.tiles > 1:
+                tile_layers(model, step.tiles)
             batch = full_batch(layout, attention.is_flat, device)
             shorten_rows(state_mixers(model))
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
-            tracker.read_by_host = exchanged(batch.input_ids.numel(), tiles)
+            tracker.read_by_host = exchanged(batch.input_ids.numel(), step.tiles)
             tracker.restart()
             stage = Stage(model, owned, world)
             sent = SentGradients(owned, _OtherMemory()) if layout.offloads else None
-            if evaluates:
-                tracker.begin("evaluate")
-                with forward_only(model):
-                    stage.forward(batch)
+            tracker.begin("evaluate")
+            with forward_only(model):
+                stage.forward(batch)
             most = min(max(3, layout.stages + 1), layout.micro_batches)
             traffic, kernels = _accumulate([batch] * most, stage, model, policy, tracker)
             if sent:
@@ -199,20 +183,19 @@ def simulate(
 
 def _decide(
     model: PreTrainedModel,
-    world: World,
+    step: Step,
     tracker: Tracker,
     exchanged: Callable[[int, int], Iterator[int]],
-    is_by_document: bool,
 ) -> Attention:
     """Let the model attend and make its loss as in the run, after the same trials."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
-    layout = world.layout
+    world, layout = step.world, step.world.layout
     trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
-    attention = decide_attention(trial, layout.max_length, is_by_document)
+    attention = decide_attention(trial, layout.max_length, step.is_by_document)
     require_shared(attention, layout)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:
-        use_loss_head(model, world.device, "cuda" if tracker.is_gpu else "cpu")
+        use_loss_head(model, world.device, "cuda" if layout.is_gpu else "cpu")
     return attention
 
 
@@ -297,11 +280,10 @@ def full_batch(layout: Layout, is_flat: bool, device: torch.device) -> Batch:
     )
 
 
-def _exchanged(
-    tokens: int, tiles: int, model: PreTrainedModel, ranks: int, imbalance: float
-) -> Iterator[int]:
+def _exchanged(model: PreTrainedModel, step: Step, tokens: int, tiles: int) -> Iterator[int]:
     """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
     then how many it receives from each, for every exchange."""
+    ranks = step.world.layout.expert
     if ranks == 1:
         return iter(())
     met = top_k(model)
@@ -309,7 +291,7 @@ def _exchanged(
     for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
         pairs = met * len(tile)
         sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-        numbers += [*sent, *(round(imbalance * n) for n in sent)]
+        numbers += [*sent, *(round(step.imbalance * n) for n in sent)]
     return cycle(numbers)
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
-
-from transformers import PreTrainedConfig
 
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
@@ -15,8 +11,8 @@ from shardtune.errors import DoesNotFit
 from shardtune.planner.arguments import read_config
 from shardtune.planner.command import machine_of, read_model
 from shardtune.planner.extrapolate import Simulations
-from shardtune.planner.plan import make_plan
-from shardtune.planner.search import ADAPTERS, Change, Search, as_arguments, with_mesh, with_values
+from shardtune.planner.plan import Plan, bound_plan
+from shardtune.planner.search import ADAPTERS, Search, as_arguments, mesh_arguments, with_values
 from shardtune.planner.status_lines import Say
 from shardtune.planner.text import table
 from shardtune.units import gb
@@ -30,19 +26,13 @@ _HEAD = [
 ]
 
 
-class _Model(NamedTuple):
-    config: PreTrainedConfig
-    simulations: Simulations
-
-
 def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     """Print what fits on each number of nodes: all weights, and adapters.
 
     Raises:
         UserError: the run would be refused, or with code 3, nothing fits.
     """
-    model_config = read_model(read_config(runs[0]), say)
-    model = _Model(model_config, Simulations(model_config))
+    simulations = Simulations(read_model(read_config(runs[0]), say))
     rows: list[list[str]] = []
     lines: list[str] = []
     print(*table(_HEAD, []), flush=True)
@@ -51,11 +41,11 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
         adapters = {} if config.lora.rank else ADAPTERS
         for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
             say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")
-            search, other = _search(options, with_values(config, values), model, say)
-            change = search.fastest(model.simulations)
-            rows.append([f"{options.nodes}", trains, *_cells(change, other)])
+            search = _search(options, with_values(config, values), simulations, say)
+            plan = search.fastest()
+            rows.append([f"{options.nodes}", trains, *_cells(plan)])
             print([*table(_HEAD, rows[-1:])][1], flush=True)
-            if not change and options is runs[-1]:
+            if not plan and options is runs[-1]:
                 lines += _from_more_nodes(search, trains)
     print(*lines, *_assumptions(config), sep="\n")
     if all(row[2] == "no" for row in rows):
@@ -63,33 +53,31 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
 
 
 def _search(
-    options: argparse.Namespace, config: Config, model: _Model, say: Say
-) -> tuple[Search, Config]:
-    """Return the search for one row of the table, and the configuration that it begins with."""
+    options: argparse.Namespace, config: Config, simulations: Simulations, say: Say
+) -> Search:
+    """Return the search for one row of the table."""
     machine = machine_of(options, config)
     if config.origins[_ACCUMULATION] == "default":
         rows = machine.layout(config).rows_per_micro_batch
         config = with_values(config, {_ACCUMULATION: max(1, _ROWS // rows)})
     # Only what is found is simulated: the mesh that it begins with may fit nowhere.
-    plan = make_plan(config, model.config, machine, model.simulations, reason="-")
-    return Search(replace(plan, reason=""), model.config, say=say), config
+    plan = bound_plan(config, simulations.model_config, machine)
+    return Search(plan, simulations, say=say)
 
 
-def _cells(change: Change | None, config: Config) -> list[str]:
-    if not change:
+def _cells(plan: Plan | None) -> list[str]:
+    if not plan:
         return ["no", "-", "-", "-", "-"]
-    plan, named = change.plan, with_mesh(change.values, config)
     tokens_per_s = float(f"{1 / plan.seconds_per_token:.3g}")
     speeds = [f"{plan.floor_s:.3g}", f"{tokens_per_s:,.0f}"]
-    return ["yes", gb(plan.peak_bytes), *speeds, " ".join(as_arguments(named))]
+    return ["yes", gb(plan.peak_bytes), *speeds, " ".join(mesh_arguments(plan))]
 
 
 def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
-    if found := search.fewest_nodes():
-        nodes, mesh = found
+    if mesh := search.fewest_nodes():
         yield (
-            f"{trains[0].upper()}{trains[1:]}: from {nodes} nodes, by arithmetic (about "
-            f"{gb(mesh.peak_bytes)} GB with {' '.join(as_arguments(mesh.values))})"
+            f"{trains[0].upper()}{trains[1:]}: from {mesh.machine.nodes} nodes, by arithmetic "
+            f"(about {gb(mesh.peak_bytes)} GB with {' '.join(as_arguments(mesh.values))})"
         )
 
 

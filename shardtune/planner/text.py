@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.planner.duration import RunLength
 from shardtune.planner.machine import DISK_BYTES_PER_S
-from shardtune.planner.plan import Plan
+from shardtune.planner.plan import Estimate, Plan
 from shardtune.planner.roofline import gpu_of
-from shardtune.planner.search import Change, Estimate, as_arguments
+from shardtune.planner.search import as_arguments
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.storage import Storage
 from shardtune.planner.tracker import Cause
@@ -150,25 +150,25 @@ def pinned(storage: Storage) -> Iterator[str]:
         )
 
 
-def describe_changes(plan: Plan, changes: Sequence[Change], command: str) -> Iterator[str]:
+def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Iterator[str]:
     """Yield the fastest mesh that fits, which `command` runs, and a table of changes with a price.
 
-    `changes`: those that fit, the fastest first.
+    `changes`: plans that fit, the fastest first.
     """
     if any(change.price for change in changes):
         yield "What would help:"
         rows = [
             [
                 " ".join(as_arguments(change.values)),
-                gb(change.plan.peak_bytes),
-                f"{change.plan.floor_s:.3g}",
+                gb(change.peak_bytes),
+                f"{change.floor_s:.3g}",
                 change.price,
             ]
             for change in changes
         ]
         yield from table(["change", "peak, GB", "step, s at least", "price"], rows)
     if changes or plan.fits:
-        best = changes[0].plan if changes else plan
+        best = [*changes, plan][0]
         bubble = f", {best.bubble:.0%} of them a bubble," if best.bubble else ""
         yield (
             f"The fastest mesh that fits takes at least {best.floor_s:.3g} s a step{bubble} and "
@@ -176,23 +176,25 @@ def describe_changes(plan: Plan, changes: Sequence[Change], command: str) -> Ite
         )
 
 
-def describe_room(plan: Plan, room: Mapping[str, tuple[int, Estimate] | None]) -> Iterator[str]:
+def describe_room(plan: Plan, room: Mapping[str, Estimate | None]) -> Iterator[str]:
     """Yield what would hold a model whose states alone exceed the memory.
 
-    `room`: for what may be trained, from how many nodes it fits, and its mesh there.
+    `room`: for what may be trained, its mesh on the fewest nodes.
     """
     states, memory = gb(plan.states.total), gb(plan.machine.memory_bytes)
     yield (
         f"The states alone are {states} GB for the {memory} GB of each GPU. By arithmetic, within "
         f"a tenth, a run fits on nodes of {plan.machine.ranks_per_node} such GPUs:"
     )
-    rows = []
-    for trained, found in room.items():
-        cells = ["-", "-", "-"]
-        if found:
-            nodes, mesh = found
-            cells = [f"{nodes}", gb(mesh.peak_bytes), " ".join(as_arguments(mesh.values))]
-        rows.append([trained, *cells])
+    rows = [
+        [
+            trained,
+            *(f"{mesh.machine.nodes}", gb(mesh.peak_bytes), " ".join(as_arguments(mesh.values))),
+        ]
+        if mesh
+        else [trained, "-", "-", "-"]
+        for trained, mesh in room.items()
+    ]
     yield from table(["trained", "from nodes", "peak, GB", "with"], rows)
 
 

@@ -143,7 +143,7 @@ def test_a_rank_holds_and_sends_the_bytes_of_its_plan(
     assert not plan.reason
     if family == "deepseek_v3":
         assert 1 < plan.kept_groups[0] < 1 + 3 + 2
-    policy = list(vars(plan.policy).values())
+    policy = list(vars(plan.policies[0]).values())
     done = on_ranks(ranks, take_a_step, family, assignments, policy, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads((tmp_path / f"report{i}.json").read_text("utf-8")) for i in range(ranks)]

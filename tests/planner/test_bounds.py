@@ -22,14 +22,10 @@ from transformers import (
 )
 
 from shardtune.__main__ import run
-from shardtune.distributed.layout import Layout
-from shardtune.model.build import build_on_meta
-from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import with_layers
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.plan import Plan, bound_plan, make_plan
 from shardtune.planner.shapes import rough_memory
-from shardtune.planner.simulate import fake_world
 from shardtune.planner.verdict import verdict
 
 
@@ -64,7 +60,7 @@ def test_a_bound_says_only_what_it_shows() -> None:
 
     def planned(memory_bytes: float) -> Plan:
         machine = Machine(1, 2, memory_bytes, math.inf, math.inf, math.inf, is_gpu=False)
-        return make_plan(configured(), LLAMA, machine, reason="no step was simulated")
+        return bound_plan(configured(), LLAMA, machine)
 
     most, least = planned(1e12).peak_bytes, planned(1e12).states.total
     for memory, fits, cannot_fit, words in (
@@ -106,8 +102,8 @@ def test_a_bound_has_the_traffic_of_a_simulated_step(
     """What is gathered is freed with the smaller memory, and kept with the larger one."""
     config, cut = configured(*assignments), with_layers(model_config, 4)
     machine = Machine(2, 4, memory_bytes, 1, 1, 1)
-    simulated, bound = (make_plan(config, cut, machine, reason=reason) for reason in ("", "-"))
-    assert bound.policy == simulated.policy
+    simulated, bound = (plan(config, cut, machine) for plan in (make_plan, bound_plan))
+    assert bound.policies == simulated.policies
     for received, expected in zip(bound.traffic, simulated.traffic, strict=True):
         assert received.keys() == expected.keys()
         # A stage that is forwards ahead has its embedding from one forward to the next.
@@ -118,7 +114,7 @@ def test_a_bound_receives_once_what_is_kept() -> None:
     def received(memory_bytes: float) -> dict[str, int]:
         machine = Machine(1, 2, memory_bytes, 1, 1, 1)
         settings = configured("train.gradient_accumulation_steps=4")
-        plan = make_plan(settings, LLAMA, machine, reason="no step was simulated")
+        plan = bound_plan(settings, LLAMA, machine)
         return {collective.kind: size for collective, size in plan.traffic[0].items()}
 
     kept, freed = received(80e9), received(4e9)
@@ -146,10 +142,9 @@ def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
     model_config: PreTrainedConfig, assignments: list[str]
 ) -> None:
     config = configured(*assignments)
-    plan = make_plan(config, model_config, Machine(1, 8, 8e9, 1, 1, 1, is_gpu=False))
-    with fake_world(Layout.of(config, 8), 8) as world:
-        model = build_on_meta(config, model_config, world)
-        assert plan.peak_bytes < bound_bytes(model, config, plan.states, world)
+    machine = Machine(1, 8, 8e9, 1, 1, 1, is_gpu=False)
+    plan, bound = (planned(config, model_config, machine) for planned in (make_plan, bound_plan))
+    assert plan.allocated_bytes < bound.allocated_bytes
 
 
 @pytest.mark.parametrize(

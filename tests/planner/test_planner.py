@@ -39,10 +39,10 @@ from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.model.quantised import piece_bytes
 from shardtune.planner.duration import RunLength, run_length
-from shardtune.planner.extrapolate import Simulations, cuts, extrapolate, layer_kinds, with_layers
+from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
-from shardtune.planner.plan import _plan_stage, make_plan
-from shardtune.planner.simulate import fake_world, simulate
+from shardtune.planner.plan import _Planner, bound_plan, make_plan
+from shardtune.planner.simulate import Step, fake_world, simulate
 from shardtune.planner.text import describe
 from shardtune.planner.tracker import Cause, Collective
 from shardtune.planner.verdict import verdict
@@ -97,7 +97,7 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
         lengths = cuts(layer_kinds(build_on_meta(config, model_config, world)))
         assert lengths
         short, long, whole = (
-            simulate(config, with_layers(model_config, layers), policy, world)
+            simulate(Step(config, policy, world), with_layers(model_config, layers))
             for layers in (*lengths, model_config.num_hidden_layers)
         )
     extrapolated = extrapolate(short, long, model_config.num_hidden_layers)
@@ -121,7 +121,7 @@ def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype: str) -> None:
     """Its compute copies, and the gradients unless they are added up in another dtype."""
     machine = Machine(1, 1, 80e9, 1e9, 1e9, 1e12)
     plan = make_plan(configured(f"model.reduce_dtype={reduce_dtype}"), LLAMA, machine)
-    assert plan.policy == ReshardPolicy(1 + LLAMA.num_hidden_layers, reduce_dtype == "float32")
+    assert plan.policies[0] == ReshardPolicy(1 + LLAMA.num_hidden_layers, reduce_dtype == "float32")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
     assert plan.needed_bytes < plan.peak_bytes
     assert plan.peak_bytes - plan.needed_bytes <= (machine.memory_bytes - plan.needed_bytes) / 2
     with fake_world(Layout.of(config, 8), 4) as world:
-        measured = simulate(config, model_config, plan.policy, world)
+        measured = simulate(Step(config, plan.policies[0], world), model_config)
     assert plan.traffic == (measured.step_traffic(4),)
     for phase in ("evaluate", "forward", "backward"):
         simulated = max(peak.n_bytes for (name, _), peak in measured.peaks.items() if name == phase)
@@ -250,7 +250,7 @@ def test_experts_that_are_not_shared_do_not_stay_gathered() -> None:
     machine, model_config = replace(MACHINE, memory_bytes=4.042e9), with_layers(GLM, 4)
     config = configured("parallel.expert=8", "data.max_length=64", *STEPS)
     plan = make_plan(config, model_config, machine)
-    assert plan.kept_groups == (1 + model_config.num_hidden_layers,)
+    assert plan.kept_groups == [1 + model_config.num_hidden_layers]
 
 
 def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measured(
@@ -296,7 +296,7 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     assert isinstance(counted, RunLength) and counted.steps == 30
     at_most = length(data, "train.max_steps=7")
     assert isinstance(at_most, RunLength) and at_most.steps == 7
-    plan = make_plan(configured(), LLAMA, MACHINE, reason="-")
+    plan = bound_plan(configured(), LLAMA, MACHINE)
     missing = length(tmp_path / "none.jsonl")
     assert "1e9 tokens take at least" in "\n".join(describe(plan, missing))
     data.with_name("empty.jsonl").touch()
@@ -343,7 +343,7 @@ def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path: P
         config = configured(*given)
         model_config = copy.deepcopy(LLAMA)
         model_config.dtype = torch.bfloat16
-        plan = make_plan(config, model_config, Machine(1, 8, 80e9, 1, 1, 1), reason="shapes")
+        plan = bound_plan(config, model_config, Machine(1, 8, 80e9, 1, 1, 1))
         sizes.append(plan.storage.loading_bytes)
     plain, quantised = sizes
     assert quantised == plain * 8 // 6 + 8 * piece_bytes(tmp_path)
@@ -352,7 +352,7 @@ def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path: P
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_all_nodes_together_copy_what_one_checkpoint_has(replicas: int) -> None:
     config = configured(f"parallel.replicate={replicas}", "checkpoint.mode=async")
-    storage = make_plan(config, LLAMA, Machine(2, 4, 80e9, 1, 1, 1), reason="shapes").storage
+    storage = bound_plan(config, LLAMA, Machine(2, 4, 80e9, 1, 1, 1)).storage
     assert 2 * storage.staging_bytes == pytest.approx(storage.checkpoint_bytes, rel=0.01)
     # Those that are kept, and the one that is being written.
     assert storage.checkpoints_bytes == (config.checkpoint.keep + 1) * storage.checkpoint_bytes
@@ -364,17 +364,17 @@ def test_a_node_must_hold_the_inputs_of_its_ranks_layers() -> None:
     config = configured(*given)
     needed = 4 * LLAMA.num_hidden_layers * 1000 * LLAMA.hidden_size * 2  # 4 ranks
     for host_bytes, fits in ((needed, True), (needed - 1, False)):
-        plan = make_plan(config, LLAMA, replace(MACHINE, host_bytes=host_bytes), reason="-")
+        plan = bound_plan(config, LLAMA, replace(MACHINE, host_bytes=host_bytes))
         assert (plan.fits, not plan.cannot_fit) == (fits, fits)
         assert ("0.0 GB of layers' inputs" in verdict(plan)) is not fits
     # Two micro-batches are in flight in the first of two stages, with half of the layers each.
     config = configured(*given, "parallel.stages=2")
-    assert make_plan(config, LLAMA, MACHINE, reason="-").storage.inputs_bytes == needed
+    assert bound_plan(config, LLAMA, MACHINE).storage.inputs_bytes == needed
 
 
 def test_a_node_must_hold_the_states_that_its_gpus_do_not() -> None:
     config = configured("optimizer.offload=true", "model.compute_dtype=bfloat16")
-    plan = make_plan(config, LLAMA, MACHINE, reason="-")
+    plan = bound_plan(config, LLAMA, MACHINE)
     numel = plan.parameters // MACHINE.ranks  # of a rank
     assert plan.states.parameters == pytest.approx(2 * numel, rel=1e-3)
     assert plan.states.optimizer < 1e4  # the numbers of steps
@@ -383,23 +383,23 @@ def test_a_node_must_hold_the_states_that_its_gpus_do_not() -> None:
     copied = [each / numel for each in (*plan.host_link.gradients, *plan.host_link.update)]
     assert copied == pytest.approx([4, 0, 12, 16], rel=1e-3)
     assert plan.floors_s["with host memory"] == plan.host_link.seconds(MACHINE) > 0
-    short = make_plan(config, LLAMA, replace(MACHINE, host_bytes=needed - 1), reason="-")
+    short = bound_plan(config, LLAMA, replace(MACHINE, host_bytes=needed - 1))
     assert short.cannot_fit and "gradients (optimizer.offload=true)" in verdict(short)
     # One checkpoint is as large as without, and copies of it have no room.
-    without = make_plan(configured("model.compute_dtype=bfloat16"), LLAMA, MACHINE, reason="-")
+    without = bound_plan(configured("model.compute_dtype=bfloat16"), LLAMA, MACHINE)
     assert plan.storage.checkpoint_bytes == without.storage.checkpoint_bytes
-    full = make_plan(config, LLAMA, replace(MACHINE, host_bytes=needed), reason="-")
+    full = bound_plan(config, LLAMA, replace(MACHINE, host_bytes=needed))
     assert full.fits and "saves are synchronous" in "".join(describe(full))
     # A CPU has no other memory, and adapters have small states.
     on_cpu = replace(MACHINE, is_gpu=False)
-    assert make_plan(config, LLAMA, on_cpu, reason="-").states.host == 0
+    assert bound_plan(config, LLAMA, on_cpu).states.host == 0
     adapted = configured("optimizer.offload=true", "lora.rank=4")
-    assert make_plan(adapted, LLAMA, MACHINE, reason="-").states.host == 0
+    assert bound_plan(adapted, LLAMA, MACHINE).states.host == 0
 
 
 def test_a_recomputed_forward_takes_a_third_more_time() -> None:
     plain, full = (
-        make_plan(configured(f"model.activation_checkpointing={name}"), LLAMA, MACHINE, reason="-")
+        bound_plan(configured(f"model.activation_checkpointing={name}"), LLAMA, MACHINE)
         for name in ("none", "full")
     )
     assert full.step_flops == plain.step_flops
@@ -417,7 +417,9 @@ def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> 
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=1")
     cut, policy = with_layers(GLM, 2), ReshardPolicy(0, False)
     with fake_world(Layout.of(config, 4), 4) as world:
-        even, uneven = (simulate(config, cut, policy, world, factor) for factor in (1.0, 2.0))
+        even, uneven = (
+            simulate(Step(config, policy, world, imbalance=factor), cut) for factor in (1.0, 2.0)
+        )
     assert even.traffic == uneven.traffic
     highest = [max(peak.n_bytes for peak in measured.peaks.values()) for measured in (even, uneven)]
     # A layer's experts see 256 tokens x 4, in both widths, and keep what they make of them.
@@ -450,7 +452,7 @@ def test_each_further_micro_batch_sends_as_much() -> None:
         config = configured(f"train.gradient_accumulation_steps={micro_batches}")
         with fake_world(Layout.of(config, 4), 4) as world:
             cut, policy = with_layers(LLAMA, 2), ReshardPolicy(0, False)
-            return simulate(config, cut, policy, world).step_traffic(micro_batches).total()
+            return simulate(Step(config, policy, world), cut).step_traffic(micro_batches).total()
 
     two, three, four = map(sent, (2, 3, 4))
     assert four - three == three - two > 0
@@ -459,9 +461,9 @@ def test_each_further_micro_batch_sends_as_much() -> None:
 def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike() -> None:
     """With the ranks of its own groups."""
     config = configured("parallel.stages=4", "train.gradient_accumulation_steps=4")
-    plan = make_plan(config, DEEP, MACHINE, reason="-")
+    plan = bound_plan(config, DEEP, MACHINE)
     with fake_world(MACHINE.layout(config), MACHINE.ranks_per_node, stage=2) as world:
-        own = _plan_stage(world, config, DEEP, MACHINE, Simulations(DEEP), "-", tiles=1)
+        own = _Planner(config, DEEP, MACHINE).stage(world)
     assert plan.traffic[2] == own.traffic[0] != plan.traffic[1]
 
 

@@ -12,12 +12,13 @@ from transformers import AutoConfig
 
 from benchmarks.plans import CONFIGS, LONG_ROWS, PAGE, plan_of, with_plans
 from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.plan import bound_plan
 from shardtune.planner.search import Search
 
 
 def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments() -> None:
     text = (REPOSITORY / "config.yaml").read_text(encoding="utf-8").replace("\n#", "")
-    plan = plan_of("--gpu-memory 80", reason="its shapes are enough")
+    plan = plan_of("--gpu-memory 80", bound_plan)
     assert f"for {plan.parameters:,} parameters on 16 GPUs of 80 GB" in text
     for n_bytes in (plan.states.parameters, plan.states.gradients, plan.states.optimizer):
         assert f" {n_bytes / 1e9:.1f} GB per GPU" in text
@@ -78,7 +79,7 @@ def test_the_shipped_configuration_is_the_fastest_mesh_of_its_network(
     """And on the faster one that of its comments."""
     plan = plan_of(f"--gpu-memory 80 --nic-gbps {nic_gbps}")
     model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
-    changes = Search(plan, model_config).changes(Simulations(model_config))
+    changes = Search(plan, Simulations(model_config)).changes()
     text = (REPOSITORY / "config.yaml").read_text(encoding="utf-8").replace("\n#     ", " ")
     named = re.findall(r"with 8 x 400 Gb/s a node.*: (\S.+)$", text, re.MULTILINE)[0].split()
     found = {f"{key}={n}" for change in changes for key, n in change.values.items()}

@@ -22,8 +22,8 @@ from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
-from shardtune.planner.search import Change, Estimate, Search, launch_command
+from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
+from shardtune.planner.search import Search, launch_command, with_values
 from shardtune.planner.text import describe, describe_room
 from shardtune.planner.verdict import lacking
 
@@ -58,27 +58,13 @@ def machine(memory_bytes: float, node_bytes_per_s: float = NARROW_LINK) -> Machi
     return Machine(2, 4, memory_bytes, node_bytes_per_s, 1e12, 1e14)
 
 
-class Counted(Simulations):
-    """Counts the plans whose steps are simulated, by their first stage."""
-
-    plans = 0
-
-    def without_evaluation(self) -> Simulations:
-        return self
-
-    def measure(self, whole: Any, config: Config, policy: Any, world: Any, *more: Any) -> Any:
-        self.plans += world.stage == 0
-        return super().measure(whole, config, policy, world, *more)
-
-
 def searched(
     config: Config, model_config: PreTrainedConfig, machine: Machine
-) -> tuple[Plan, list[Change], int]:
+) -> tuple[Plan, list[Plan], int]:
     """Return the plan, the changes found and how many plans were simulated for them."""
-    simulations = Counted(model_config)
-    plan = make_plan(config, model_config, machine, simulations)
-    simulations.plans = 0
-    return plan, Search(plan, model_config).changes(simulations), simulations.plans
+    said: list[str] = []
+    plan = make_plan(config, model_config, machine)
+    return plan, Search(plan, Simulations(model_config), say=said.append).changes(), len(said)
 
 
 @pytest.mark.full
@@ -87,19 +73,18 @@ def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages() -> None:
     plan, (change,), simulated = searched(config, GLM, machine(40e9))
     assert simulated == 1
     assert change.values["parallel.stages"] == 2
-    assert change.plan.fits and change.plan.step_tokens == plan.step_tokens
-    assert change.plan.floor_s < plan.floor_s / 4
+    assert change.fits and change.step_tokens == plan.step_tokens
+    assert change.floor_s < plan.floor_s / 4
     # By arithmetic alone it is named, too, with the seconds that the simulation gives.
-    found = Search(plan, GLM).much_faster_mesh()
-    assert found
-    own, fastest = found
-    assert fastest.values == change.values
-    assert fastest.floors_s == pytest.approx(change.plan.floors_s, rel=0.02)
-    assert own.floors_s == pytest.approx(plan.floors_s, rel=0.02)
+    search = Search(plan, Simulations(GLM))
+    fastest = search.much_faster_mesh()
+    assert fastest and fastest.values == change.values
+    assert fastest.floors_s == pytest.approx(change.floors_s, rel=0.02)
+    assert search.own.floors_s == pytest.approx(plan.floors_s, rel=0.02)
     # Nothing is faster than the fastest one.
-    again = make_plan(change.plan.config, GLM, machine(40e9), reason="-")
-    assert Search(again, GLM).changes(Simulations(GLM)) == []
-    assert Search(again, GLM).much_faster_mesh() is None
+    again = bound_plan(change.config, GLM, machine(40e9))
+    assert Search(again, Simulations(GLM)).changes() == []
+    assert Search(again, Simulations(GLM)).much_faster_mesh() is None
 
 
 @pytest.mark.full
@@ -128,12 +113,14 @@ def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price() -> N
     plan, changes, simulated = searched(config, LLAMA, machine(4.8e9))
     assert not plan.fits
     assert simulated == 3
+    found = Search(plan, Simulations(LLAMA))._estimates({}, "")
+    assert any(each.fits for each in found), "by arithmetic alone it is not offered"
     settings = [set(change.values) - MESH for change in changes]
     assert settings and all(len(keys) == 1 for keys in settings)
     for change in changes:
-        assert change.plan.fits and change.price
-        assert change.plan.step_tokens == plan.step_tokens
-    seconds = [change.plan.floor_s for change in changes]
+        assert change.fits and change.price
+        assert change.step_tokens == plan.step_tokens
+    seconds = [change.floor_s for change in changes]
     assert seconds == sorted(seconds)
 
 
@@ -143,13 +130,12 @@ def test_ranks_share_long_rows_before_these_are_halved() -> None:
     more.append("model.reduce_dtype=bfloat16")
     config = configured("data.max_length=8192", "train.gradient_accumulation_steps=2", *more)
     plan, (change,), _ = searched(config, LLAMA, machine(6e9, WIDE_LINK))
-    assert not plan.fits and change.plan.fits
+    assert not plan.fits and change.fits
     values = change.values
     assert values["train.gradient_accumulation_steps"] == 2 * values["parallel.context"]
     assert values.keys() <= MESH
-    assert change.plan.step_tokens == plan.step_tokens
-    command = launch_command(values, config, plan.machine, [])
-    assert f"parallel.context={values['parallel.context']}" in command
+    assert change.step_tokens == plan.step_tokens
+    assert f"parallel.context={values['parallel.context']}" in launch_command(change, [])
 
 
 def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
@@ -160,8 +146,8 @@ def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
     mamba = MambaConfig(**small, num_hidden_layers=2)
     offered = []
     for model_config in (LLAMA, gptj, mamba):
-        plan = make_plan(config, model_config, machine(1e6), reason="-")
-        search = Search(plan, model_config)
+        plan = bound_plan(config, model_config, machine(1e6))
+        search = Search(plan, Simulations(model_config))
         offered.append(bool(search._degrees()) and search._is_shareable)
     assert offered == [True, False, False]
 
@@ -173,22 +159,14 @@ def test_states_go_to_host_memory_before_less_is_trained() -> None:
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 8}, intermediate_size=16384)
     plan, (change,), _ = searched(configured(), deep, of_one)
     assert not plan.fits
-    assert change.plan.fits and change.values == {"optimizer.offload": True}
-    assert change.plan.storage.states_bytes == pytest.approx(16 * plan.parameters, rel=1e-3)
-
-
-def test_what_fits_by_arithmetic_alone_is_not_offered() -> None:
-    plan = make_plan(configured(), LLAMA, machine(5e9), reason="-")
-    search = Search(plan, LLAMA)
-    assert any(each.peak_bytes <= 5e9 for each in search._estimates({}, ""))
-    changes = search.changes(Simulations(LLAMA))
-    assert changes and all(change.plan.fits and change.price for change in changes)
+    assert change.fits and change.values == {"optimizer.offload": True}
+    assert change.storage.states_bytes == pytest.approx(16 * plan.parameters, rel=1e-3)
 
 
 class Unlucky(Search):
     """Of whose simulations none shows a run that fits."""
 
-    def _simulate(self, estimate: Estimate, simulations: Simulations) -> None:
+    def _simulate(self, estimate: Estimate) -> None:
         tried.append(estimate)
 
 
@@ -197,8 +175,8 @@ tried: list[Estimate] = []
 
 def test_the_last_simulation_goes_to_the_surest() -> None:
     config = configured("model.activation_checkpointing=none", "data.max_length=2048")
-    plan = make_plan(config, LLAMA, machine(5e9), reason="-")
-    assert Unlucky(plan, LLAMA).changes(Simulations(LLAMA)) == []
+    plan = bound_plan(config, LLAMA, machine(5e9))
+    assert Unlucky(plan, Simulations(LLAMA)).changes() == []
     *others, last = tried
     assert len(others) == 3
     assert last.peak_bytes < min(each.peak_bytes for each in others)
@@ -219,7 +197,7 @@ def test_a_node_that_holds_llama_with_other_settings_is_told_them(
     config = configured("model.activation_checkpointing=none", f"data.max_length={row}")
     one = Machine(1, ranks, memory_gb * 1e9, 1e10, 4e11, 1e15)
     plan, (change, *_), _ = searched(config, model_config, one)
-    assert not plan.fits and change.plan.fits
+    assert not plan.fits and change.fits
     assert helps.items() <= change.values.items()
 
 
@@ -232,20 +210,20 @@ def test_a_node_that_holds_llama_with_other_settings_is_told_them(
 )
 def test_where_host_memory_is_short_what_it_holds_goes_back(given: str, back: object) -> None:
     config = configured(given, "train.gradient_accumulation_steps=2", "parallel.replicate=2")
-    plan = make_plan(config, LLAMA, replace(machine(1e12), host_bytes=1e6), reason="-")
-    search = Search(plan, LLAMA)
-    changes = search.changes(Simulations(LLAMA))
+    plan = bound_plan(config, LLAMA, replace(machine(1e12), host_bytes=1e6))
+    search = Search(plan, Simulations(LLAMA))
+    changes = search.changes()
     (pinned,) = (line for line in describe(plan) if line.startswith("Pinned"))
     assert not plan.host_fits and "do not hold" in pinned
     assert search._estimates({}, "") == []  # no simulation goes to what a node cannot hold
     offered = [{k: n for k, n in each.values.items() if k not in MESH} for each in changes]
     assert back in offered
     for each in changes:
-        assert each.plan.fits and not each.plan.storage.pinned_bytes
+        assert each.fits and not each.storage.pinned_bytes
     # A node's part of layers' inputs is the same on more nodes.
     host = "more host memory" + " or nodes" * (given == "optimizer.offload=true")
     assert lacking(plan) == host
-    smaller = make_plan(config, LLAMA, replace(plan.machine, memory_bytes=1e6), reason="-")
+    smaller = bound_plan(config, LLAMA, replace(plan.machine, memory_bytes=1e6))
     assert lacking(smaller) == f"{host}, and more or larger GPUs"
 
 
@@ -256,43 +234,42 @@ def test_host_memory_by_arithmetic_is_that_of_the_plan(stages: int, replicate: i
     mesh = [f"parallel.stages={stages}", f"parallel.replicate={replicate}"]
     more = [*mesh, "train.gradient_accumulation_steps=4", "optimizer.offload=true"]
     config = configured(*more, "model.activation_checkpointing=offload", "data.max_length=4096")
-    plan = make_plan(config, GLM, machine(80e9), reason="-")
+    plan = bound_plan(config, GLM, machine(80e9))
     held = plan.storage.states_bytes + plan.storage.inputs_bytes
-    assert Search(plan, GLM)._own.host_bytes == pytest.approx(held, rel=0.02)
+    assert Search(plan, Simulations(GLM)).own.pinned_bytes == pytest.approx(held, rel=0.02)
 
 
 def test_the_fewest_nodes_that_hold_a_large_model_are_said() -> None:
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 64}, intermediate_size=16384)
-    plan = make_plan(configured(), deep, machine(6.5e9), reason="-")
+    plan = bound_plan(configured(), deep, machine(6.5e9))
     assert plan.states.total > plan.machine.memory_bytes
-    search = Search(plan, deep)
+    search = Search(plan, Simulations(deep))
     found = search.fewest_nodes()
-    assert found and found[1].peak_bytes <= 0.95 * 6.5e9
-    assert [bool(search._on(n)) for n in range(2, found[0] + 1)] == [False] * (found[0] - 2) + [
-        True
-    ]
+    assert found and found.peak_bytes <= 0.95 * 6.5e9
+    nodes = found.machine.nodes
+    assert [n for n in range(2, nodes + 1) if search._on(n)] == [nodes]
     *_, head, fits, never = describe_room(plan, {"all weights": found, "adapters": None})
     assert head.split()[:3] == ["trained", "from", "nodes"]
-    assert fits.split()[:3] == ["all", "weights", f"{found[0]}"] and "parallel.stages=" in fits
+    assert fits.split()[:3] == ["all", "weights", f"{nodes}"] and "parallel.stages=" in fits
     assert never.split() == ["adapters", "-", "-", "-"]
     too_small = replace(plan, machine=machine(4e9))  # the device takes that itself
-    assert Search(too_small, deep).fewest_nodes() is None
+    assert Search(too_small, Simulations(deep)).fewest_nodes() is None
 
 
 def test_nodes_are_counted_for_layers_that_keep_their_inputs_alone() -> None:
     """With all activations of these rows it fits on no number of them."""
     config = configured("model.activation_checkpointing=none", "data.max_length=4096")
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 24}, intermediate_size=4096)
-    plan = make_plan(config, deep, machine(6e9), reason="-")
-    found = Search(plan, deep).fewest_nodes()
-    assert found and found[1].values["model.activation_checkpointing"] == "full"
+    plan = bound_plan(config, deep, machine(6e9))
+    found = Search(plan, Simulations(deep)).fewest_nodes()
+    assert found and found.values["model.activation_checkpointing"] == "full"
 
 
 def test_where_another_mesh_fits_no_setting_changes() -> None:
     config = configured("train.gradient_accumulation_steps=2", "parallel.replicate=8")
     plan, (change,), _ = searched(config, LLAMA, machine(4.9e9))
     assert not plan.fits
-    assert change.plan.fits and not change.price
+    assert change.fits and not change.price
     assert change.values.keys() <= MESH and change.values["parallel.replicate"] == 1
 
 
@@ -301,9 +278,9 @@ def test_an_architecture_that_cannot_be_cut_is_offered_no_stages() -> None:
     config = configured("train.gradient_accumulation_steps=4")
     faster = []
     for model_config in (LLAMA, GPT2Config(n_layer=2, n_embd=1024, n_head=8, n_inner=16384)):
-        plan = make_plan(config, model_config, machine(40e9), reason="-")
-        faster.append(Search(plan, model_config).much_faster_mesh())
-    assert faster[0] and faster[0][1].config.parallel.stages == 2
+        plan = bound_plan(config, model_config, machine(40e9))
+        faster.append(Search(plan, Simulations(model_config)).much_faster_mesh())
+    assert faster[0] and faster[0].config.parallel.stages == 2
     assert faster[1] is None
 
 
@@ -311,7 +288,7 @@ def test_a_resumed_run_is_offered_only_keys_that_it_may_change() -> None:
     config = configured("train.gradient_accumulation_steps=2")
     simulations = Simulations(LLAMA)
     plan = make_plan(config, LLAMA, machine(4.4e9), simulations)
-    changes = Search(plan, LLAMA, lambda key: key.startswith("lora.")).changes(simulations)
+    changes = Search(plan, simulations, lambda key: key.startswith("lora.")).changes()
     assert [change.values for change in changes] == [{"lora.rank": 16}]
 
 
@@ -319,9 +296,11 @@ def test_a_command_keeps_what_was_given_and_names_the_whole_mesh() -> None:
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=4")
     given = ["--config=my run.yaml", "optimizer.lr=1e-4", "parallel.replicate=2"]
     values = {"parallel.stages": 2, "parallel.replicate": 1}
-    assert launch_command(values, config, Machine(2, 8, 1, 1, 1, 1), given) == (
+    plan = bound_plan(config, GLM, Machine(2, 8, 1, 1, 1, 1))
+    changed = replace(plan, config=with_values(config, values), values=values)
+    assert launch_command(changed, given) == (
         "./launch_node0.sh '--config=my run.yaml' optimizer.lr=1e-4 parallel.stages=2 "
-        "parallel.expert=4 train.gradient_accumulation_steps=4 parallel.replicate=1"
+        "parallel.replicate=1 parallel.expert=4 train.gradient_accumulation_steps=4"
     )
-    one_node = launch_command({}, config, Machine(1, 4, 1, 1, 1, 1), [])
+    one_node = launch_command(replace(plan, machine=Machine(1, 4, 1, 1, 1, 1)), [])
     assert one_node.startswith("NNODES=1 GPUS_PER_NODE=4 ./launch_node0.sh parallel.expert=4")

@@ -13,7 +13,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.model.state_layers import state_mixers
 from shardtune.planner import short_rows
 from shardtune.planner.short_rows import shorten_rows
-from shardtune.planner.simulate import Measured, fake_world, simulate
+from shardtune.planner.simulate import Measured, Step, fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
 _ROW = 1024
@@ -31,7 +31,7 @@ def delta_rule() -> Any:
 def step(model_config: Any, *assignments: str) -> Measured:
     config = configured("parallel.expert=1", *assignments)
     with fake_world(Layout.of(config, 4, is_gpu=True), 4) as world:
-        return simulate(config, model_config, ReshardPolicy(0, False), world)
+        return simulate(Step(config, ReshardPolicy(0, False), world), model_config)
 
 
 def n_kernels(measured: Measured) -> int:

@@ -18,7 +18,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.model import documents
 from shardtune.model.build import build_on_meta
 from shardtune.model.loss import summed_loss, use_loss_head
-from shardtune.planner.simulate import fake_world, full_batch, simulate
+from shardtune.planner.simulate import Step, fake_world, full_batch, simulate
 from shardtune.planner.tracker import Cause, Tracker
 from shardtune.training.reshard import ReshardPolicy
 
@@ -37,7 +37,7 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
     model_config = AutoConfig.for_model(family, **SMALL | FAMILIES.get(family, {}))
     policy = ReshardPolicy(0, False)
     with fake_world(Layout.of(config, 4), 4) as world:
-        ours = simulate(config, model_config, policy, world, evaluates=False)
+        ours = simulate(Step(config, policy, world), model_config)
         model = build_on_meta(config, model_config, world)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device=world.device)

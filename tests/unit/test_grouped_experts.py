@@ -24,7 +24,7 @@ from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.layout import Layout
 from shardtune.model import grouped_experts
 from shardtune.model.grouped_experts import TokenPairs, expert_outputs, gathering_forward
-from shardtune.planner.simulate import fake_world, simulate
+from shardtune.planner.simulate import Step, fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
 SIZES = [1, 7, 0, 13]
@@ -231,5 +231,5 @@ def test_a_plan_compiles_nothing(graphs: Counter[str]) -> None:
     config = load_config(Path("/dev/null"), [*given, "train.gradient_accumulation_steps=1"], {})
     model_config = build("mixtral").config
     with fake_world(Layout.of(config, 2), 2) as world:
-        simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
+        simulate(Step(config, ReshardPolicy(False, False), world), model_config)
     assert not graphs["unique_graphs"]

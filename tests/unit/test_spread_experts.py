@@ -16,7 +16,7 @@ from shardtune.config_io import load_config
 from shardtune.distributed.exchange import Exchange
 from shardtune.distributed.layout import Layout
 from shardtune.model.experts import SharedExperts, spread_problems
-from shardtune.planner.simulate import fake_world, simulate
+from shardtune.planner.simulate import Step, fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -59,14 +59,14 @@ def test_experts_that_cannot_be_spread_are_named(
 def small_step(family: str, *more: str) -> None:
     """Simulate a micro-batch of a rank of two that spread a small model's experts.
 
-    Before it the model goes forward three times, twice for its attention and once for its head.
+    Before it the model goes forward twice for its attention, once for its head and to evaluate.
     """
     model_config = AutoConfig.for_model(family, **FAMILY_SMALL | FAMILIES[family])
     given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
     given += ["train.gradient_accumulation_steps=1", *more]
     config = load_config(Path("/dev/null"), given, {})
     with fake_world(Layout.of(config, 2), 2) as world:
-        simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
+        simulate(Step(config, ReshardPolicy(False, False), world), model_config)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("qwen3_moe", 2)])
@@ -87,7 +87,7 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
         sent.clear()
         small_step(family, f"model.activation_checkpointing={mode}")
         # To the experts and back, and the gradients of both; weights, and their gradients.
-        rows, weights = 3 * 2 + 4 + again, 3 * 1 + 2 + again
+        rows, weights = 4 * 2 + 4 + again, 4 * 1 + 2 + again
         assert sent == {32: rows * layers, 1: weights * layers}
 
 
@@ -114,7 +114,7 @@ def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch)
     around = [*weights, "send rows", "shared", "rows arrive"]
     forward = [*around, *rows]
     # The gradients of outputs, the layer that is computed again, and the gradients of its inputs.
-    assert events == [*forward * 4, *rows, *around, *rows, *weights]
+    assert events == [*forward * 5, *rows, *around, *rows, *weights]
     assert ran and all(shared._ahead is None for shared in ran), "nothing is held after the step"
 
 
