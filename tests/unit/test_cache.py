@@ -6,12 +6,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 from transformers import GenerationConfig
 
+from shardtune.config import DataConfig, TrainSource
 from shardtune.data import cache as cache_module
 from shardtune.data.dataset import open_prepared
 from shardtune.log import node_logger
@@ -59,39 +61,73 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     assert Run(save_model(tmp_path / "copy"), train).entry == first.entry
     dated = save_model(tmp_path / "dated", "{{ strftime_now('%d') }}" + TEMPLATE)
     changed = [
-        Run(model, train, max_length=int(first.prepared.train.lengths.max()) - 2),
-        Run(model, train, overflow="split"),
-        Run(model, train, on_broken="drop"),
-        Run(model, train, columns={"text": None}),
-        Run(model, train, template_options={"text": None}),
-        Run(model, train, loss_on="all"),
-        Run(model, train, eval=str(train)),
         Run(save_model(tmp_path / "other", "Hello." + TEMPLATE), train),
         Run(dated, train),
         Run(dated, train, date="2026-02-01"),
         Run(model, write(tmp_path / "b.jsonl", [chat("how are you"), chat("hello", "World")])),
     ]
-    assert len({run.entry for run in [first, *changed]}) == 12
-    assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[5:]}
-    # Nothing was long enough to be split, and neither data nor template have a text.
-    assert {run.prepared.key for run in changed[1:4]} == {first.prepared.key}
+    assert len({run.entry for run in [first, *changed]}) == 5
+    assert first.prepared.key not in {run.prepared.key for run in changed}
 
 
-def test_options_of_a_source_and_versions_of_libraries_make_an_entry_of_their_own(
+def test_each_key_makes_an_entry_of_its_own_but_those_of_rows_and_passes(
+    model: Path, tmp_path: Path
+) -> None:
+    """A key that the configuration gets needs another value here."""
+    train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
+    other = write(tmp_path / "b.jsonl", [chat("how are you")])
+    template = tmp_path / "other.jinja"
+    template.write_text("Hello." + TEMPLATE, encoding="utf-8")
+    of_data: dict[str, Any] = {
+        "train": str(other),
+        "eval": str(train),
+        "columns": {"text": None},
+        "roles": {"person": "user"},
+        "chat_template": str(template),
+        "template_options": {"text": None},
+        "eval_fraction": 0.8,
+        "max_length": 4095,
+        "overflow": "split",
+        "loss_on": "all",
+        "on_broken": "drop",
+        "packing": False,
+    }
+    of_source: dict[str, Any] = {
+        "weight": 2.0,
+        "name": "other",
+        "loss_on": "last",
+        "max_records": 1,
+        "template_options": {"text": False},
+    }
+    assert of_data.keys() == DataConfig.model_fields.keys()
+    assert of_source.keys() == TrainSource.model_fields.keys() - {"path"}
+    of_data["train"] = [{"path": str(other)}]
+    alone = [{"path": str(train)}]
+    entries = {
+        key: Run(model, **{"train": alone, key: value}).entry for key, value in of_data.items()
+    }
+    for key, value in of_source.items():
+        entries[f"train.{key}"] = Run(model, [{"path": str(train), key: value}]).entry
+    first = Run(model, alone).entry
+    same = {key for key, entry in entries.items() if entry == first}
+    assert same == {"packing", "train.weight", "train.name"}
+    assert len({*entries.values()}) == len(entries) - len(same) + 1
+
+
+def test_versions_of_libraries_make_an_entry_of_their_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = {"path": str(write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello")]))}
-    options: list[dict[str, object]] = [{}, {"loss_on": "all"}, {"max_records": 1}]
-    entries = [Run(model, [source | option]).entry for option in options]
+    train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello")])
+    entries = [Run(model, train).entry]
     for name in ("transformers", "tokenizers", "jinja2"):
         metadata = tmp_path / name / f"{name}-99.0.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n", "utf-8")
         with monkeypatch.context() as path:
             path.syspath_prepend(tmp_path / name)
-            entries.append(Run(model, [source]).entry)
-    assert len(set(entries)) == 6
-    assert Run(model, [source]).entry == entries[0]
+            entries.append(Run(model, train).entry)
+    assert len(set(entries)) == 4
+    assert Run(model, train).entry == entries[0]
 
 
 def flip_a_bit(file: Path) -> None:
