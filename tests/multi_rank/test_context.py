@@ -32,6 +32,7 @@ from shardtune.model.build import build_model
 
 RATES = [1e-3] * 4
 MAX_NORM = 0.5
+WINDOWS = ("gpt_oss", "gemma3_text")
 ROWS = {"true": 8, "false": 16}  # of a step, by data.packing
 
 
@@ -79,7 +80,7 @@ MATRIX: list[Case] = [
 
 
 def build(family: str) -> Any:
-    return (packing_families if family in packing_families.WINDOWS else moe_families).build(family)
+    return (packing_families if family in WINDOWS else moe_families).build(family)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def models(
     def change_of(family: str) -> Callable[[Any], None]:
         # The weights of families with windows are sharp enough, and sharper ones send tokens that
         # round otherwise to other experts.
-        return (lambda model: None) if family in packing_families.WINDOWS else sharpen
+        return (lambda model: None) if family in WINDOWS else sharpen
 
     return models_on_demand(tmp_path_factory.mktemp("families"), tokenizer, build, change_of)
 

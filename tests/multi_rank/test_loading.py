@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.packing_families import INDEXED, STATES, WINDOWS, build
+from helpers.packing_families import build
 from helpers.ranks import config_for, on_ranks
 from helpers.usage import Usage
 from torch import nn
@@ -104,7 +104,6 @@ def compare_loaded(config: Config) -> None:
     [
         "olmo_hybrid",  # stores three convolutions that are one in the model
         "falcon_h1",  # fills the buffers of other modules
-        *(pytest.param(each, marks=pytest.mark.full) for each in (*STATES, *WINDOWS, *INDEXED)),
     ],
 )
 def test_every_tensor_is_that_of_transformers(family: str, tmp_path: Path) -> None:

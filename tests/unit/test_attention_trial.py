@@ -15,6 +15,7 @@ from shardtune.model import attention_check
 
 CHUNKS = {
     "layer_types": ["chunked_attention", "full_attention"],
+    "num_hidden_layers": 2,
     "attention_chunk_size": 32,
     "moe_layers": [],
     "intermediate_size_mlp": 32,

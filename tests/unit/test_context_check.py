@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from helpers import packing_families
-from transformers import AutoConfig, PreTrainedConfig
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
@@ -25,17 +24,11 @@ LONGROPE = {
     "long_factor": [2.0] * 4,
     "original_max_position_embeddings": 100,
 }
-OTHERS: dict[str, dict[str, Any]] = {
-    "llama": {},
+SETTINGS: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 100},
     "llama4_text": {"attn_temperature_tuning": True, "floor_scale": 100},
-    "gptj": packing_families.ONE_BY_ONE["gptj"],
+    "deepseek_v32": {"index_topk": 64},
 }
-
-
-def config_of(family: str) -> PreTrainedConfig:
-    given = packing_families.STATES | packing_families.INDEXED | OTHERS
-    return AutoConfig.for_model(family, **packing_families.SMALL | given[family])
 
 
 def configured(*assignments: str) -> Config:
@@ -46,7 +39,8 @@ def configured(*assignments: str) -> Config:
 
 def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
     """Return why a run is refused before weights are read."""
-    config, model_config = configured(*assignments), config_of(family)
+    config = configured(*assignments)
+    model_config = packing_families.config_of(family, **SETTINGS.get(family, {}))
     try:
         with fake_world(Layout.of(config, ranks), ranks) as world:
             all_of(
@@ -71,9 +65,8 @@ def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
     ],
 )
 def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(
-    family: str, words: str, monkeypatch: pytest.MonkeyPatch
+    family: str, words: str
 ) -> None:
-    monkeypatch.setitem(packing_families.INDEXED["deepseek_v32"], "index_topk", 64)
     shared = ["parallel.context=2"]
     for packing in ("true", "false"):
         found = problems(family, *shared, f"data.packing={packing}")

@@ -181,8 +181,8 @@ def test_an_architecture_that_attends_otherwise_has_no_flops() -> None:
         # Projections of queries, keys, values and gates, of two gates a head, and back; convolution
         # over 4 tokens; three products of 4 states of 8 x 8.
         ("qwen3_next", 2 * (32 * 96 + 32 * 8 + 32 * 32 + 64 * 4) + 6 * 4 * 8 * 8, 1),
-        # In, of steps, inputs and outputs, of steps by channel, out; convolution; 32 x 4 states.
-        ("mamba", 2 * (32 * 64 + 32 * 10 + 2 * 32 + 32 * 32 + 32 * 4) + 4 * 32 * 4, 0),
+        # In, of steps, inputs and outputs, of steps by channel, out; convolution; 32 x 8 states.
+        ("mamba", 2 * (32 * 64 + 32 * 24 + 8 * 32 + 32 * 32 + 32 * 4) + 4 * 32 * 8, 0),
     ],
 )
 def test_a_layer_with_a_state_costs_its_products_and_no_pairs(
