@@ -34,7 +34,7 @@ from shardtune.distributed.tensors import DTYPES, copy_slice, slice_like
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model import cpu_attention
-from shardtune.model.context_check import context_problems, without_context
+from shardtune.model.context_check import context_problems
 from shardtune.model.experts import (
     always_give_gradients,
     require_whole_blocks,
@@ -97,8 +97,7 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     rule = find_rule(layout.optimizer, layout.master_dtype)
     not_spread = list(spread_problems(model, layout.expert, layout.expert_shards))
     not_cut = list(stage_problems(model, layout))
-    instead = partial(without_context, model, world)
-    not_shared = context_problems(model, layout.context, layout.max_length, instead)
+    not_shared = context_problems(model, layout.context, layout.max_length)
     problems = [*unsupported(model, layout), *not_shared, *not_spread, *not_cut]
     try:
         if layout.is_lora:
