@@ -179,11 +179,11 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
             what = "the experts" if first.is_stack else first.in_layer
             problems.append(
                 f"lora.targets: {name} means {what} of {kind}, and adapters do not support such "
-                f"layers ({first.kind.__name__}) - {_supported(weights)}"
+                f"layers ({first.kind.__name__}) - {_usable(name, weights)}"
             )
         elif not meant:
             problems.append(
-                f"lora.targets: {name} means no layer of {kind} - {_nearest(name, weights)}"
+                f"lora.targets: {name} means no layer of {kind} - {_usable(name, weights)}"
             )
         chosen |= {target.weight: target for target in meant}
     if problems:
@@ -191,34 +191,16 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
     return list(chosen.values())
 
 
-def _supported(weights: list[Target]) -> str:
-    """Return a remedy with names that adapters support."""
+def _usable(name: str, weights: list[Target]) -> str:
+    """Return a remedy: the names that are nearest to one that is refused, or a few others."""
     usable = [t for t in weights if t.group != "router" and t.is_supported]
-    if not usable:
-        return "set lora.rank=null"
-    attention = [target for target in weights if target.group == "attention"]
-    if attention and all(target.is_supported for target in attention):
-        return "use lora.targets=attention or other names"
-    return f"use names such as {', '.join(dict.fromkeys(t.in_layer for t in usable))}"
-
-
-def _nearest(name: str, weights: list[Target]) -> str:
-    """Return a remedy with the names that are nearest to one that means nothing."""
-    usable = [t for t in weights if t.group != "router" and t.is_supported]
-    if not usable:
-        return "it has no layers that adapters support; set lora.rank=null"
-    known = {path: None for target in usable for path in _suffixes(target.in_layer)}
     odd = {target.group for target in weights if not target.is_supported}
     groups = [group for group in _GROUPS if group in {t.group for t in usable} - odd]
-    known = dict.fromkeys([*(() if odd else ("all-linear",)), *groups]) | known
+    paths = [target.in_layer for target in usable]
+    last = [path.rpartition(".")[2] for path in paths]
+    known = [*dict.fromkeys([*(() if odd else ("all-linear",)), *groups, *last, *paths])]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"use {', '.join(near)}" if near else f"use one of {', '.join(list(known)[:12])}"
-
-
-def _suffixes(path: str) -> list[str]:
-    """Return `b.c` and `c`, in the other order, for `a.b.c`."""
-    parts = path.split(".")
-    return [".".join(parts[-n:]) for n in (1, 2)]
+    return f"use {', '.join(near or known[:12])}" if usable else "set lora.rank=null"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -251,10 +233,6 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 @functools.cache
 def _with_factors(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Lora{kind.__name__}", (LoraExperts, kind), {})
-
-
-def has_adapters(model: nn.Module) -> bool:
-    return any(is_factor(name) for name, _ in model.named_parameters())
 
 
 @torch.no_grad()
