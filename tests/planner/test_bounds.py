@@ -162,7 +162,8 @@ def test_an_estimate_copies_no_weights_that_a_simulated_step_does_not(
     assignments: list[str], most: float
 ) -> None:
     """On one GPU, in short rows, so that weights are most of what it holds."""
-    wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
+    sizes = {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 3}
+    wide = LlamaConfig(**LLAMA.to_dict() | sizes)
     config = configured("data.max_length=64", *assignments)
     plan = make_plan(config, wide, Machine(1, 1, 8e9, 1, 1, 1))
     estimate, _ = rough_memory(plan.shapes, 0, plan.layout, free=4e9)

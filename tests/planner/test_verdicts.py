@@ -28,16 +28,7 @@ def test_the_models_of_the_table_have_the_parameters_of_the_real_ones(model: str
     assert sum(parameter.numel() for parameter in built.parameters()) == NUMEL[model]
 
 
-# A quick one, of a machine whose nodes and GPUs are not the same number.
-QUICK = (ROWS[-5],)
-
-
-@pytest.mark.parametrize("line", QUICK)
-def test_a_quick_row_is_what_the_code_computes(line: str) -> None:
-    assert verdict_row(line) == f"{line}\n"
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("line", [line for line in ROWS if line not in QUICK])
+@pytest.mark.parametrize("line", ROWS)
 def test_a_row_is_what_the_code_computes(line: str) -> None:
     assert verdict_row(line) == f"{line}\n"
