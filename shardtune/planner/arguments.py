@@ -66,17 +66,10 @@ def read_config(options: argparse.Namespace) -> Config:
     Raises:
         UserError: it is refused, or there is no such machine.
     """
-    given = {
-        "nodes": options.nodes,
-        "gpus-per-node": options.gpus_per_node,
-        "gpu-memory": options.gpu_memory,
-        "host-memory": options.host_memory,
-        "nic-gbps": options.nic_gbps,
-        "nvlink-gbps": options.nvlink_gbps,
-        "gpu-tflops": options.gpu_tflops,
-    }
+    names = ["--nodes", "--gpus-per-node", "--gpu-memory", "--host-memory", *RATES]
+    given = {name: vars(options)[name[2:].replace("-", "_")] for name in names}
     if wrong := [n for n, value in given.items() if value is not None and not 0 < value < math.inf]:
-        raise UserError(*(f"--{n} {given[n]:g}: no such machine - give more than 0" for n in wrong))
+        raise UserError(*(f"{n} {given[n]:g}: no such machine - give more than 0" for n in wrong))
     config = load_config(options.config, options.assignments, os.environ)
     require_possible(config, options.nodes, options.gpus_per_node)
     return config

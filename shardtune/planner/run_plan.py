@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -59,8 +59,7 @@ class Prediction(TypedDict):
     source: str  # "simulated step" or "bound from shapes"
     fits: bool
     verdict: str
-    changes: list[str]  # that would let it fit, the best first
-    lacking: str  # without which it does not fit
+    remedies: list[str]  # that would let it fit, the best first
     step_s: float | None  # the least time of a step, None if it is not known
     bound_by: str | None  # what takes that time
     kept_groups: list[int]  # of each stage, which may stay gathered
@@ -119,10 +118,9 @@ class RunPlan:
                 f"Plan: {prediction['verdict']}; the run starts all the same (run.ignore_plan=true)"
             )
         else:
-            remedies = [*prediction["changes"][:3], prediction["lacking"]]
             raise UserError(
-                f"{prediction['verdict']} - use {', or '.join(remedies)}; run.ignore_plan=true "
-                "starts it all the same"
+                f"{prediction['verdict']} - use {', or '.join(prediction['remedies'])}; "
+                "run.ignore_plan=true starts it all the same"
             )
         if world.is_main:
             self._suggest_mesh()
@@ -248,24 +246,21 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     must_fit = plan.cannot_fit and not config.run.ignore_plan
     is_allowed = resume_may_change if request["is_resumed"] else bool
     changes = Search(plan, simulations, is_allowed).changes() if must_fit else []
-    return as_prediction(plan) | {
-        "changes": [
-            " ".join(as_arguments(change.values)) + f" ({gb(change.peak_bytes, 2)} GB)"
-            for change in changes
-        ]
-    }
+    return as_prediction(plan, changes)
 
 
-def as_prediction(plan: Plan) -> Prediction:
-    """Return a plan's figures and verdict, without changes that would help."""
+def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
+    """Return a plan's figures and verdict. `changes`: plans that would help."""
     beside_tensors = 0 if plan.machine.is_gpu else plan.machine.allowance_bytes
     return Prediction(
         peak_bytes=plan.allocated_bytes + beside_tensors,
         source="bound from shapes" if plan.reason else "simulated step",
         fits=not plan.cannot_fit,
         verdict=verdict(plan),
-        changes=[],
-        lacking=lacking(plan),
+        remedies=[
+            *(f"{' '.join(as_arguments(c.values))} ({gb(c.peak_bytes, 2)} GB)" for c in changes),
+            lacking(plan),
+        ],
         step_s=plan.floor_s or None,
         bound_by=plan.bound_by,
         kept_groups=plan.kept_groups,
