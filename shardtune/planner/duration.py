@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from shardtune.config import Config
-from shardtune.data.dataset import build_encoder, find_sources
+from shardtune.data.dataset import TokenDataset, build_encoder, find_sources
 from shardtune.data.outcomes import BrokenRecords
 from shardtune.data.packing import best_fit
+from shardtune.data.schedule import Position, Schedule, source_weights
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer
 from shardtune.distributed.layout import Layout
@@ -40,46 +44,64 @@ def run_length(config: Config, layout: Layout) -> RunLength | str:
     if missing := [spec for spec in specs if not Path(spec).exists()]:
         return f"data.train={missing[0]} is not on this machine"
     try:
-        rows, tokens, is_counted = _rows_and_tokens(config)
+        samples = _samples(config)
     except UserError as error:  # the run says so too; memory can be planned all the same
         return error.problems[0]
-    if not rows:
+    if not any(len(sample.lengths) for sample in samples):
         return f"data.train={', '.join(specs)} has nothing to train"
-    train = config.train
+    weights, data, train = source_weights(config.data), config.data, config.train
+    if all(sample.share == 1 for sample in samples):
+        settings = data.max_length, data.packing, config.run.seed, layout.rows_per_step
+        ends = train.epochs, train.max_steps
+        schedule = Schedule(_Lengths(samples), *settings, *ends, Position(), weights)
+        steps, steps_per_epoch = schedule.total_steps, schedule.steps_per_epoch
+        tokens = float(schedule.dataset.lengths[schedule.first_epoch].sum())
+        return RunLength(steps, round(tokens * steps / max(1, steps_per_epoch)), is_counted=True)
+    rows = tokens = 0.0
+    for (lengths, _, share), weight in zip(samples, map(float, weights), strict=True):
+        n_rows = best_fit(lengths, data.max_length)[1] if data.packing else len(lengths)
+        rows += weight * n_rows / share
+        tokens += weight * float(lengths.sum()) / share
     steps_per_epoch = max(1, -(-round(rows) // layout.rows_per_step))
-    steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
-    return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted)
+    steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
+    return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted=False)
 
 
-def _rows_and_tokens(config: Config) -> tuple[float, float, bool]:
-    """Return rows and tokens of an epoch, and whether both are exact.
+class _Sample(NamedTuple):
+    lengths: np.ndarray  # tokens of each sequence
+    records: np.ndarray  # the number of its record
+    share: float  # of the source
+
+
+class _Lengths(TokenDataset):
+    """Whole sources, of which a schedule knows the lengths alone."""
+
+    def __init__(self, samples: Sequence[_Sample]) -> None:
+        self.lengths = self.trained_counts = np.concatenate([each.lengths for each in samples])
+        sources = [np.full(len(each.lengths), number) for number, each in enumerate(samples)]
+        self.source = np.concatenate(sources)
+        begins = [np.diff(each.records, prepend=-1) != 0 for each in samples]
+        self.record = np.cumsum(np.concatenate(begins)) - 1
+
+
+def _samples(config: Config) -> list[_Sample]:
+    """Tokenize the beginning of each source.
 
     Raises:
         UserError: the tokenizer is missing, or it cannot read the data.
     """
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     tokenizer = ChunkTokenizer(encoder, config.data)
-    sources = find_sources(config.data)["train"]
-    rows, tokens, is_counted = 0.0, 0.0, True
-    weights = [source.weight for source in config.data.train_sources.values()]
-    for source, weight in zip(sources, weights, strict=True):
-        lengths, share = _sample(source, tokenizer)
-        is_counted = is_counted and share == 1
-        n_rows = len(lengths)
-        if config.data.packing and n_rows:
-            n_rows = best_fit(lengths, config.data.max_length)[1]
-        rows += weight * n_rows / share
-        tokens += weight * float(lengths.sum()) / share
-    return rows, tokens, is_counted
+    return [_sample(source, tokenizer) for source in find_sources(config.data)["train"]]
 
 
-def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, float]:
-    """Tokenize the beginning of a source; return the tokens of each sequence and the share read.
+def _sample(source: Source, tokenizer: ChunkTokenizer) -> _Sample:
+    """Tokenize the beginning of a source.
 
     Raises:
         UserError: its beginning has broken records, with which a run is refused.
     """
-    lengths: list[int] = []
+    sequences: list[tuple[int, int]] = []  # tokens, and the number of the record
     n_bytes = n_records = text_bytes = 0
     sampled_bytes = sampled_text_bytes = 0
     for chunk in read_records({"train": [source]}):
@@ -93,7 +115,7 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
             if chunk.is_table:  # whose bytes are those of so many rows
                 share = sampled_bytes / source.n_bytes
             share = max(share, n_records / (source.max_records or math.inf))
-            return np.array(lengths, np.int64), share
+            break
         n_records += len(chunk.numbers)
         sampled_bytes, sampled_text_bytes = n_bytes, text_bytes
         tokenized = tokenizer.tokenize(chunk)
@@ -103,5 +125,8 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         # Whether those that are dropped are too many shows at the end of the source.
         if broken.end_files or (broken.count and not tokenizer.data.most_broken):
             raise UserError(*broken.lines())
-        lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
-    return np.array(lengths, np.int64), sampled_text_bytes / text_bytes if text_bytes else 1.0
+        sequences += [(len(ids), n) for ids, _, n in tokenized.sets["train"].sequences]
+    else:
+        share = sampled_text_bytes / text_bytes if text_bytes else 1.0
+    lengths, records = np.array(sequences, np.int64).reshape(-1, 2).T
+    return _Sample(lengths, records, share)
