@@ -47,16 +47,16 @@ def run_length(config: Config, layout: Layout) -> RunLength | str:
         samples = _samples(config)
     except UserError as error:  # the run says so too; memory can be planned all the same
         return error.problems[0]
-    if not any(len(sample.lengths) for sample in samples):
-        return f"data.train={', '.join(specs)} has nothing to train"
     weights, data, train = source_weights(config.data), config.data, config.train
     if all(sample.share == 1 for sample in samples):
         settings = data.max_length, data.packing, config.run.seed, layout.rows_per_step
         ends = train.epochs, train.max_steps
         schedule = Schedule(_Lengths(samples), *settings, *ends, Position(), weights)
         steps, steps_per_epoch = schedule.total_steps, schedule.steps_per_epoch
+        if not steps:
+            return f"data.train={', '.join(specs)} has nothing to train"
         tokens = float(schedule.dataset.lengths[schedule.first_epoch].sum())
-        return RunLength(steps, round(tokens * steps / max(1, steps_per_epoch)), is_counted=True)
+        return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted=True)
     rows = tokens = 0.0
     for (lengths, _, share), weight in zip(samples, map(float, weights), strict=True):
         n_rows = best_fit(lengths, data.max_length)[1] if data.packing else len(lengths)

@@ -68,11 +68,7 @@ def test_planned_steps_are_those_of_the_run(
         }
     )
     layout = Layout.of(config, 4)
-    planned = run_length(config, layout)
-    if isinstance(planned, str):
-        assert "nothing to train" in planned
-        return
-    train = config.train
+    planned, train = run_length(config, layout), config.train
     rows_per_step = 1 * 2 * 4 // stages // context
     schedule = Schedule(
         Run(model, **values).prepared.train,
@@ -85,6 +81,10 @@ def test_planned_steps_are_those_of_the_run(
         Position(),
         source_weights(config.data),
     )
+    if not schedule.total_steps:
+        assert isinstance(planned, str) and planned.endswith("has nothing to train")
+        return
+    assert isinstance(planned, RunLength)
     tokens = sum(step.lengths.sum() for step in schedule.steps())
     assert (planned.steps, planned.is_counted) == (schedule.total_steps, True)
     if all(float(source["weight"]).is_integer() for source in sources) and not train.max_steps:
