@@ -47,6 +47,9 @@ def run_length(config: Config, layout: Layout) -> RunLength | str:
         samples = _samples(config)
     except UserError as error:  # the run says so too; memory can be planned all the same
         return error.problems[0]
+    empty = [spec for spec, sample in zip(specs, samples, strict=True) if not len(sample.lengths)]
+    if empty:
+        return f"data.train={', '.join(empty)} has nothing to train"
     weights, data, train = source_weights(config.data), config.data, config.train
     if all(sample.share == 1 for sample in samples):
         settings = data.max_length, data.packing, config.run.seed, layout.rows_per_step
