@@ -240,7 +240,7 @@ def is_causal(model: PreTrainedModel) -> bool:
 def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
     """Return how rows are, and how far loss and gradients are from a loop over documents."""
     model.train()
-    row, trained = _documents()
+    row, trained = some_documents()
     expected = one_by_one(model, row, trained)
     expected.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -279,7 +279,7 @@ def rows_of(attention: Attention) -> str:
     return "flat" if attention.by_document else "under a mask"
 
 
-def _documents() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def some_documents() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     source = torch.Generator().manual_seed(1)
     documents = [torch.randint(3, VOCABULARY - 20, (n,), generator=source) for n in LENGTHS]
     trained = [torch.rand(n, generator=source) < 0.4 for n in LENGTHS]

@@ -13,14 +13,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.packing_families import build
 from helpers.ranks import config_for, on_ranks
-from helpers.tiny_models import VOCABULARY, small_opt
+from helpers.tiny_models import small_opt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.models import one_by_one
+from benchmarks.models import flat_batch, one_by_one, some_documents
+from benchmarks.models_page import LENGTHS
 from shardtune.config import Config
-from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
@@ -31,97 +32,33 @@ from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import shard
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
 
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-    "max_position_embeddings": 256,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
-LENGTHS = (5, 1, 23, 12, 40)
 # Of each architecture: its settings, the reason why it does not attend by documents, and whether
 # its head gives the loss itself.
 FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "llama": ({"head_dim": 16, "tie_word_embeddings": True}, "", True),
+    "llama": ({"tie_word_embeddings": True}, "", True),
     "qwen2": ({}, "", True),
-    "qwen3_moe": (EXPERTS, "", True),
-    "glm4_moe": (LATENT | {"num_key_value_heads": 2, "head_dim": 16}, "", True),
-    "deepseek_v3": (LATENT, "", True),
-    "qwen2_moe": (EXPERTS | {"shared_expert_intermediate_size": 16}, "", True),
-    "mistral": ({"head_dim": 16, "sliding_window": max(LENGTHS)}, "", True),
-    "mistral, narrow": ({"head_dim": 16, "sliding_window": 8}, "", True),
-    "gpt_neox": ({"rotary_pct": 0.5}, "", True),
+    "qwen3_moe": ({}, "", True),
+    "glm4_moe": ({}, "", True),
+    "deepseek_v3": ({}, "", True),
+    "qwen2_moe": ({}, "", True),
+    "mistral": ({"sliding_window": max(LENGTHS)}, "", True),
+    "mistral, narrow": ({"sliding_window": 8}, "", True),
+    "gpt_neox": ({}, "", True),
     "phi": ({}, "", True),  # its head has a bias
     "starcoder2": ({"sliding_window": None}, "", True),
     "granite": ({"logits_scaling": 4.0}, "", False),
     "cohere": ({"logit_scale": 0.5}, "", False),
-    "gemma2": (GEMMA | {"sliding_window": 8}, "capped scores", False),
-    "gemma2, wide": (GEMMA | {"sliding_window": 64}, "capped scores", False),
-    "gemma3_text": (GEMMA | {"sliding_window": 8, "layer_types": None}, "", True),
-    "deepseek_v32": (LATENT | INDEXER, "", True),
+    "gemma2": ({"sliding_window": 8}, "capped scores", False),
+    "gemma2, wide": ({"sliding_window": 64}, "capped scores", False),
+    "gemma3_text": ({"sliding_window": 8}, "", True),
+    "deepseek_v32": ({"index_topk": 64}, "", True),
     "deepseek_v32, sparse": (
-        LATENT | INDEXER | {"index_topk": 16, "index_n_heads": 16},  # with 2, keys often tie at 0
+        {"index_topk": 16, "index_n_heads": 16},  # with 2, keys often tie at 0
         "layers that read the mask",
         True,
     ),
 }
 CHECKPOINTED = ("llama", "glm4_moe", "granite", "gemma2")
-
-
-def a_model(family: str, settings: dict[str, Any]) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family.partition(",")[0], **SMALL | settings)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-
-def a_row(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor], Batch]:
-    """Documents, which of their tokens are trained, and the flat batch of all."""
-    source = torch.Generator().manual_seed(1)
-    documents = [torch.randint(3, VOCABULARY, (length,), generator=source) for length in lengths]
-    trained = [torch.rand(length, generator=source) < 0.4 for length in lengths]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    counted = [flags[1:].nonzero().flatten() for flags in trained]
-    return (
-        documents,
-        trained,
-        Batch(
-            torch.cat(documents).view(1, -1),
-            torch.cat([torch.arange(length) for length in lengths]).view(1, -1),
-            None,
-            torch.cat(
-                [positions + start for positions, start in zip(counted, starts, strict=True)]
-            ),
-            torch.cat(
-                [ids[positions + 1] for ids, positions in zip(documents, counted, strict=True)]
-            ),
-            list(lengths),
-            torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        ),
-    )
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -138,7 +75,7 @@ def compare(config: Config, out: Path) -> None:
     world, reports = join_world(config), {}
     for family, (settings, reason, is_last) in FAMILIES.items():
         for checkpointing in (False, True) if family in CHECKPOINTED else (False,):
-            model, name = a_model(family, settings), f"{family} {checkpointing}"
+            model, name = build(family.partition(",")[0], **settings), f"{family} {checkpointing}"
             lines, at_once, reports[name] = difference(model, config, world, checkpointing)
             line, *_ = lines
             is_by_layer = "one call of each attention layer" in line
@@ -154,7 +91,8 @@ def difference(
 ) -> tuple[list[str], str | None, list[float]]:
     """The choice that is logged, which logits exist at once, and how far loss and gradients are
     off."""
-    row, trained, batch = a_row(LENGTHS)
+    row, trained = some_documents()
+    batch = flat_batch(row, trained)
     model.set_attn_implementation("eager")
     expected = one_by_one(model, row, trained)
     expected.backward()
