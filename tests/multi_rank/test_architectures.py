@@ -6,10 +6,12 @@ import json
 import shutil
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
 from conftest import chats, read_metrics, small_opt, write_jsonl
+from helpers import packing_families
 from helpers.moe_families import build
 from helpers.plain_training import (
     assert_same_steps,
@@ -24,26 +26,9 @@ from helpers.plain_training import (
     uneven_chats,
 )
 from helpers.ranks import train
+from helpers.tiny_models import VOCABULARY
 from safetensors.torch import load_file
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
-)
-
-SMALL = {
-    "vocab_size": 331,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+from transformers import PreTrainedTokenizerFast
 
 
 def refused(done: CompletedProcess[str]) -> str:
@@ -58,11 +43,11 @@ def refused(done: CompletedProcess[str]) -> str:
     ("leaking", "attention"),
     [
         pytest.param(
-            lambda: BloomForCausalLM(BloomConfig(**SMALL, n_head=4)),
+            lambda: packing_families.build("bloom"),
             "eager",
             marks=pytest.mark.full,
         ),
-        (lambda: small_opt(**SMALL, dropout=0.0), "sdpa"),
+        (lambda: small_opt(dropout=0.0), "sdpa"),
     ],
     ids=["bloom", "opt"],
 )
@@ -100,22 +85,12 @@ def test_queries_scaled_by_their_place_in_the_row_are_refused(models, tmp_path):
     finish(train(1, *given, "train.micro_batch_size=2", cwd=tmp_path))
 
 
-def longrope() -> Phi3ForCausalLM:
+def longrope() -> Any:
     """Records of up to 60 tokens take the short factors, and longer ones factors that are far from
     those."""
-    config = Phi3Config(
-        **SMALL,
-        intermediate_size=64,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        original_max_position_embeddings=60,
-        rope_parameters={
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [8.0] * 4,
-        },
-    )
-    return Phi3ForCausalLM(config)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    more = {"original_max_position_embeddings": 60, "initializer_range": 0.02}
+    return packing_families.build("phi3", **more, rope_parameters=rope)
 
 
 def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):
@@ -155,29 +130,15 @@ def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, 
 
 def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
     """In gemma3n the gradient at a row of padding alone, whose embedding is zero, is not finite."""
-    config = Gemma3nTextConfig(
-        **SMALL | {"pad_token_id": 0},
-        vocab_size_per_layer_input=331,
-        hidden_size_per_layer_input=8,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=64,
-        num_kv_shared_layers=0,
-        altup_num_inputs=2,
-        laurel_rank=4,
-        activation_sparsity_pattern=[0.0, 0.0],
-    )
-    model = save_new_model(lambda: Gemma3nForCausalLM(config), tokenizer, tmp_path / "model")
+    given = {"pad_token_id": 0, "vocab_size_per_layer_input": VOCABULARY, "sliding_window": 64}
+    gemma = packing_families.build("gemma3n_text", **given)
+    model = save_new_model(lambda: gemma, tokenizer, tmp_path / "model")
     texts = ["rank node shard", "mesh step " * 20, "token loss norm " * 10]
     given = ["data.packing=false", "train.gradient_accumulation_steps=2", "train.epochs=2"]
     data = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    assert not any(config.pad_token_id in of_text for of_text in ids)
+    assert not any(gemma.config.pad_token_id in of_text for of_text in ids)
     expected = plain_training(
         model, [(of_text, [True] * len(of_text)) for of_text in ids], [3e-3] * 2
     )
@@ -187,29 +148,8 @@ def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
 def test_weights_that_no_rank_uses_stay_as_they_are(tokenizer, tmp_path):
     """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts
     neither."""
-    config = DeepseekV32Config(
-        **SMALL,
-        num_attention_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        head_dim=8,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        index_n_heads=2,
-        index_head_dim=16,
-        index_topk=512,
-        max_position_embeddings=512,
-    )
-    model = save_new_model(lambda: DeepseekV32ForCausalLM(config), tokenizer, tmp_path / "model")
+    indexed = packing_families.build("deepseek_v32", index_topk=512)
+    model = save_new_model(lambda: indexed, tokenizer, tmp_path / "model")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])
     given = ["data.packing=false", "train.epochs=1", "optimizer.weight_decay=0.5"]
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
