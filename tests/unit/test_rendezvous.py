@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -78,10 +79,16 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Nodes that look for each other.
 
 
+@pytest.mark.parametrize("order", permutations(range(3)))
 @in_loop
-async def test_three_nodes_meet() -> None:
+async def test_three_nodes_meet_in_whatever_order_they_come(order: tuple[int, ...]) -> None:
     port = a_free_port()
-    met = await asyncio.gather(*(meet(node(n, port, nodes=3), "c0de") for n in (2, 0, 1)))
+
+    async def come(number: int) -> Control:
+        await asyncio.sleep(0.1 * order.index(number))
+        return await meet(node(number, port, nodes=3), "c0de")
+
+    met = await asyncio.gather(*map(come, range(3)))
     for met_control in met:
         assert [hello.node for hello in met_control.nodes] == [0, 1, 2]
         assert abs(met_control.clock_ahead_s) < 1
