@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from helpers import packing_families
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.tiny import tiny_config
 from shardtune.config import LoraConfig
@@ -18,46 +18,18 @@ from shardtune.model.lora import add_adapters, draw_factors
 from shardtune.model.state_layers import recurrence_flops, state_mixers
 from shardtune.model.traits import top_k
 
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "pad_token_id": None,
-}
-EXPERTS = {
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 6,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-}
+WIDE = {"head_dim": 12}  # not hidden_size / num_attention_heads
+LATENT = {"head_dim": 4, "v_head_dim": 10}
+LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "qk_head_dim": 16}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "untied": ("qwen3", {"tie_word_embeddings": False}),
-    "biased": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "head_dim": None}),
-    "experts": ("glm4_moe", EXPERTS),
-    "experts, equal": (
-        "mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "latent": ("deepseek_v3", {**EXPERTS, **LATENT}),
+    "tied": ("llama", WIDE | {"tie_word_embeddings": True}),
+    "untied": ("qwen3", WIDE | {"tie_word_embeddings": False}),
+    "biased": ("gpt2", {}),
+    "experts": ("glm4_moe", WIDE | {"n_routed_experts": 6}),
+    "experts, equal": ("mixtral", {"sliding_window": None}),
+    "latent": ("deepseek_v3", LATENT),
     "sliding": ("mistral", {"sliding_window": 3}),
-    "sliding by layer": ("gemma3_text", {"sliding_window": 3, "sliding_window_pattern": 2}),
+    "sliding by layer": ("gemma3_text", {"sliding_window": 3}),
 }
 LENGTHS = np.array([7, 1, 4], np.int32)
 
@@ -65,14 +37,11 @@ LENGTHS = np.array([7, 1, 4], np.int32)
 def build(kind: str, experts: str = "eager") -> PreTrainedModel:
     """On one device, in training mode, with an attention that the counter sees: plain products."""
     model_type, settings = KINDS[kind]
-    config = AutoConfig.for_model(
-        model_type, **{k: v for k, v in {**SMALL, **settings}.items() if v is not None}
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if hasattr(config, "num_experts_per_tok"):
+    model = packing_families.build(model_type, **settings)
+    model.set_attn_implementation("eager")
+    if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation(experts)
-    return model.train()
+    return cast(PreTrainedModel, model.train())
 
 
 def grouped(a: torch.Size, b: torch.Size, *_: Any, **options: Any) -> int:
@@ -146,7 +115,7 @@ def test_the_flops_leave_recomputation_out() -> None:
     ids = torch.arange(6).view(1, -1)
     plain = counted(lambda: model(ids, use_cache=False).logits.sum().backward())
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert counted(lambda: model(ids, use_cache=False).logits.sum().backward()) > 1.2 * plain
+    assert counted(lambda: model(ids, use_cache=False).logits.sum().backward()) > 1.15 * plain
     assert count_flops(model).per_step(LENGTHS, 5) == before
 
 
@@ -247,7 +216,4 @@ def test_the_peaks_of_gpus_are_the_published_ones(
 
 
 def test_a_number_that_a_list_gives_each_layer_is_read() -> None:
-    config = AutoConfig.for_model("hunyuan_v1_moe", **SMALL, num_experts=8, moe_topk=[2, 2, 4])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert top_k(model) == 4
+    assert top_k(packing_families.build("hunyuan_v1_moe", moe_topk=[2, 4])) == 4
