@@ -158,9 +158,7 @@ def train_step(
         context.expert_balance.take_counts(),
         context.run.world,
     )
-    optim.require_finite(
-        step.number, stats, context.model, context.owned, context.host, context.run, context.metrics
-    )
+    optim.require_finite(context, step.number, stats)
     update_weights(context, stats.grad_norm)
     return stats
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 import torch
 from helpers.chats import WORDS, chats, sentence, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, launch, needs_namespaces, read_metrics
+from helpers.data_run import save_model
+from helpers.saving_runs import Undisturbed, saving_inputs
 from helpers.tiny_models import CHATML, VOCABULARY, save_models, small_opt, train_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -78,3 +82,37 @@ def models(
 ) -> dict[str, Path]:
     """Return the folders of `llama` (tied), `qwen3` (untied) and `glm` (mixture of experts)."""
     return save_models(tmp_path_factory.mktemp("models"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    return saving_inputs(tmp_path_factory.mktemp("inputs"), models["llama"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, inputs: Path) -> Path:
+    return Path(shutil.copytree(inputs, tmp_path / "here"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(inputs, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model whose tokens are words, without weights."""
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let those that a command sets end with the test."""
+    monkeypatch.setattr(logger, "handlers", logger.handlers)
+    monkeypatch.setattr(logger, "level", logging.INFO)

@@ -18,10 +18,10 @@ from shardtune.errors import AGAIN, RunFailed, first_line
 from shardtune.log import logger
 from shardtune.metrics_schema import RefusedEntry
 from shardtune.optimizers.rules import find_rule
-from shardtune.training.context import Run
+from shardtune.training.context import TrainContext
 from shardtune.training.host_states import HostStates
 from shardtune.training.loss_spikes import inspect_command
-from shardtune.training.metrics import Metrics, StepStats
+from shardtune.training.metrics import StepStats
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.sent_gradients import row_norms
 from shardtune.training.sharded_optimizer import ShardedOptimizer
@@ -167,15 +167,7 @@ def clip_gradients(optimizer: ShardedOptimizer, max_norm: float, norm: float) ->
     optimizer.gradient_factor = min(float(np.float32(max_norm) * inverse), 1.0)
 
 
-def require_finite(
-    step: int,
-    stats: StepStats,
-    model: nn.Module,
-    owned: OwnedParameters,
-    host: HostStates | None,
-    run: Run,
-    metrics: Metrics,
-) -> None:
+def require_finite(context: TrainContext, step: int, stats: StepStats) -> None:
     """Refuse a step whose loss or gradient norm is not finite, before its update.
 
     Collective where it refuses.
@@ -183,20 +175,18 @@ def require_finite(
     Raises:
         RunFailed: on every rank, with the name of a tensor.
     """
-    if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
+    loss, norm, world = stats.loss, stats.grad_norm, context.run.world
+    if math.isfinite(loss) and math.isfinite(norm):
         return
-    metrics.write(
-        RefusedEntry(kind="refused", step=step, loss=stats.loss, grad_norm=stats.grad_norm)
-    )
-    found = first_non_finite(model, owned.by_name, host)
-    world = run.world
+    context.metrics.write(RefusedEntry(kind="refused", step=step, loss=loss, grad_norm=norm))
+    found = first_non_finite(context.model, context.owned.by_name, context.host)
     per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
     *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
-        f"step {step} was not taken: its loss is {stats.loss:.6g} and its gradient "
-        f"norm {stats.grad_norm:.6g}, first in {blamed} - look at this step's data "
-        f"({inspect_command(run.config, step)}) and at the weights that the run started from, or "
-        f"lower optimizer.lr; {AGAIN}"
+        f"step {step} was not taken: its loss is {loss:.6g} and its gradient norm {norm:.6g}, "
+        f"first in {blamed} - look at this step's data "
+        f"({inspect_command(context.run.config, step)}) and at the weights that the run started "
+        f"from, or lower optimizer.lr; {AGAIN}"
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.tensors import DTYPES, sharded_as, to_local
 from shardtune.distributed.world import World
 from shardtune.model.fsdp_groups import Group, groups_of, move_slices
 from shardtune.model.masters import take_master
@@ -115,7 +115,7 @@ class _DividedGroup:
             local = to_local(part)
             own = gradient[: local.numel()].view(local.shape).to(part.grad_dtype)
             if part.grad is None:
-                part.grad = _divided_as(cast(DTensor, part), own)
+                part.grad = sharded_as(part, own)
             else:  # of earlier micro-batches
                 to_local(part.grad).add_(own)
 
@@ -167,14 +167,3 @@ def _rows_of(local: torch.Tensor, world: World) -> torch.Tensor:
 def _part_rows(local: torch.Tensor, replicas: int) -> int:
     """Return the rows of a slice's parts, of which the last ones may have fewer."""
     return -(-local.shape[0] // replicas)
-
-
-def _divided_as(part: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        part.device_mesh,
-        part.placements,
-        run_check=False,
-        shape=part.shape,
-        stride=part.stride(),
-    )

@@ -10,6 +10,7 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def a_free_port() -> str:
             return str(listener.getsockname()[1])
 
 
+def completed(
+    command: Sequence[str | Path],
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return what it said."""
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
 def launch(
     processes: int,
     *arguments: Any,
@@ -49,14 +62,11 @@ def launch(
         if processes == 0
         else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     )
-    return subprocess.run(
+    return completed(
         [sys.executable, *runner, *script],
         cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
         env=os.environ | (env or {}),
-        check=False,
+        timeout_s=timeout_s,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs/troubleshooting.md").read_text(encoding="utf-8")
 QUOTES: dict[str, list[str]] = defaultdict(list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 
 
 def instructions() -> list[tuple[str, str]]:

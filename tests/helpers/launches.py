@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
+
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, a_free_port, read_metrics
 
 GONE_WITHIN_S = 60
 ARGUMENTS = (

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import read_metrics, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from helpers.chats import sentence
+from helpers.commands import read_metrics
 
 FAMILIES = ("llama", "qwen3", "glm")
 Encoded = tuple[list[int], list[bool]]

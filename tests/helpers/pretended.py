@@ -11,10 +11,9 @@ from typing import Any
 
 import pretend_gpu
 import pytest
-from conftest import REPOSITORY
 from pretend_gpu.waits import HostWait, host_waits
 
-from helpers.commands import read_metrics
+from helpers.commands import REPOSITORY, read_metrics
 from helpers.ranks import on_ranks
 
 needs_compiler = pytest.mark.skipif(pretend_gpu.lacks_compiler(), reason="no C++ compiler (g++)")

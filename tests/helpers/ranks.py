@@ -20,8 +20,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY
 
+from helpers.commands import REPOSITORY
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.distributed.join import native_dtype

@@ -14,7 +14,7 @@ from subprocess import PIPE
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, write_jsonl
-from helpers.commands import needs_namespaces
+from helpers.commands import completed, needs_namespaces
 from helpers.image import image_files
 
 from distTest.rehearse.namespaces import joined_nodes
@@ -91,14 +91,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: str, cwd: Path, timeout_s: float = 240, **more: str) -> str:
-    done = subprocess.run(
+    done = completed(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=cwd,
         env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        timeout_s=timeout_s,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

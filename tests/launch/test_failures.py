@@ -11,13 +11,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, needs_namespaces, read_metrics
+from helpers.commands import completed
 from helpers.documented import require_error_line
 from helpers.launches import (
     ARGUMENTS,
@@ -370,14 +370,11 @@ def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
-    done = subprocess.run(
+    done = completed(
         [*torchrun, "--nproc_per_node=2", *script],
         cwd=folder,
         env=os.environ | fault,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        timeout_s=120,
     )
     assert done.returncode == 0, done.stderr
     assert "Resumed from checkpoint_000000" in done.stdout

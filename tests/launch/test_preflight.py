@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
+from helpers.commands import REPOSITORY, a_free_port, completed, needs_namespaces
 from helpers.documented import require_error_line
 from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both
 
@@ -306,14 +306,11 @@ def test_a_python_without_the_packages_is_refused(command: list[str], tmp_path: 
     venv.create(tmp_path / "empty", with_pip=False)
     if command[0] == "python":
         command = [str(tmp_path / "empty/bin/python"), *command[1:]]
-    done = subprocess.run(
+    done = completed(
         command,
         cwd=REPOSITORY,
         env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "empty"), "NNODES": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        timeout_s=60,
     )
     assert done.returncode == 2
     assert re.fullmatch(

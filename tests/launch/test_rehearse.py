@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY, needs_namespaces
+from helpers.commands import REPOSITORY, completed, needs_namespaces
 from helpers.documented import QUOTES, is_in
 
 from distTest.rehearse.__main__ import main
@@ -34,9 +34,7 @@ def here(tmp_path: Path) -> dict[str, str]:
 def run(
     *command: str, cwd: Path, env: dict[str, str], timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    return completed(command, cwd=cwd, env=env, timeout_s=timeout_s)
 
 
 def rehearsal(*arguments: str) -> list[str]:

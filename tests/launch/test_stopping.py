@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
+from helpers.commands import completed
 from helpers.documented import require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, environment
@@ -84,14 +85,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
         f"ERROR: stopped by SIGTERM on {platform.node()} after saving step {step} - "
     )
 
-    again = subprocess.run(
-        [*arguments, f"train.max_steps={step + 1}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    again = completed([*arguments, f"train.max_steps={step + 1}"], cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert f"Resumed from checkpoint_{step:07d}" in again.stdout
     assert [entry["step"] for entry in read_metrics(tmp_path / "run", "step")] == list(

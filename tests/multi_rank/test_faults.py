@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import resource
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,28 +33,11 @@ from helpers.saving_runs import (
     hidden,
     run,
     said,
-    saving_inputs,
 )
 from helpers.small_runs import steps_of
 
 from shardtune.checkpoint import commit, durable_fs, saver
 from shardtune.checkpoint.manifest import step_of
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    return saving_inputs(tmp_path_factory.mktemp("inputs"), models["llama"])
-
-
-@pytest.fixture
-def folder(tmp_path: Path, inputs: Path) -> Path:
-    return Path(shutil.copytree(inputs, tmp_path / "here"))
-
-
-@pytest.fixture(scope="session")
-def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(inputs, tmp_path_factory)
-
 
 # Disks that fail
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY, needs_namespaces
+from helpers.commands import REPOSITORY, completed, needs_namespaces
 from helpers.saving_runs import command, saving_inputs
 
 # Run a command with a disk of so many kB in run/, and list then what it has left there.
@@ -24,13 +24,7 @@ IN_A_NAMESPACE = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
 def run_on(kilobytes: int, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, str(REPOSITORY / "train_fsdp.py"), *command(*settings)]
     (folder / "run").mkdir(exist_ok=True)
-    done = subprocess.run(
-        [*IN_A_NAMESPACE, ON_A_SMALL_DISK, f"{kilobytes}", *script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([*IN_A_NAMESPACE, ON_A_SMALL_DISK, f"{kilobytes}", *script], cwd=folder)
     assert done.returncode != 99, f"a process must be able to mount a disk: {done.stderr}"
     return done
 

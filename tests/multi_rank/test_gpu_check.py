@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import REPOSITORY
+from helpers.commands import completed
 from helpers.forked import ForkedPopen
 from helpers.pretended import needs_compiler
 from helpers.ranks import on_ranks
@@ -312,13 +313,11 @@ def test_checks_of_two_gpus_pass_in_processes_of_their_own(tmp_path: Path) -> No
     command = [sys.executable, "-m", "tests.pretend_gpu", "--gpus", "2"]
     command += [sys.executable, "-m", "distTest.gpu_check", "--tiny", "--only", *names]
     # `make test` hides GPUs.
-    done = subprocess.run(
+    done = completed(
         [*command, "--out", tmp_path / "out"],
         cwd=REPOSITORY,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+        timeout_s=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["verdict"] for row in results_of(tmp_path).values()} == {"ok"}

@@ -1,11 +1,10 @@
 """The command `inspect-data` in a process of its own."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed
 from helpers.data_run import chat, save_model, write
 
 
@@ -15,12 +14,10 @@ def test_inspect_data_ends_quietly_when_its_reader_leaves(tmp_path: Path) -> Non
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{path: {tmp_path}/model}}\ndata: {{train: {train}}}\n")
     command = f"{sys.executable} -m shardtune inspect-data --config {config} --json"
-    done = subprocess.run(
+    done = completed(
         ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
         cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        timeout_s=120,
     )
     row, status = done.stdout.splitlines()
     assert json.loads(row)["record"] == 0

@@ -12,25 +12,10 @@ from typing import Any
 
 import pytest
 from helpers.faults import Fault, kills, then
-from helpers.saving_runs import Undisturbed, checkpoints, hidden, run, said, saving_inputs
+from helpers.saving_runs import Undisturbed, checkpoints, hidden, run, said
 from helpers.small_runs import steps_of
 
 from shardtune.checkpoint import durable_fs
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    return saving_inputs(tmp_path_factory.mktemp("inputs"), models["llama"])
-
-
-@pytest.fixture
-def folder(tmp_path: Path, inputs: Path) -> Path:
-    return Path(shutil.copytree(inputs, tmp_path / "here"))
-
-
-@pytest.fixture(scope="session")
-def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(inputs, tmp_path_factory)
 
 
 def killed(folder: Path, fault: Fault, newest: int, grace_s: float) -> int:

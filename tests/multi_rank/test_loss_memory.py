@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed
 
 PEAK = """
 import resource, sys, torch
@@ -25,18 +24,14 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 def test_head_and_loss_take_a_fraction_of_the_memory_of_plain_logits() -> None:
     """The plain way holds at least the logits and their gradient, in float32."""
     tokens, width, vocabulary = 2048, 32, 151_552
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", PEAK, str(tokens), str(width), str(vocabulary)],
-        # What is freed goes back at once, however small: the peak is then that of the tensors.
         env={
             "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests:{REPOSITORY}/tests/unit",
             "PATH": "",
             "MALLOC_MMAP_THRESHOLD_": "1000000",
         },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        timeout_s=300,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 0.4 * (2 * tokens * vocabulary * 4)

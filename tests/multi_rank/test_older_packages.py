@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, launch
-from helpers.commands import read_metrics
+from helpers.commands import completed, read_metrics
 from helpers.small_runs import SETTINGS, write_inputs
 
 RUN = ("--config", "config.yaml", *SETTINGS)
@@ -78,13 +77,10 @@ def test_more_ranks_for_experts_are_refused_by_name(folder: Path, older: dict[st
     assert "exitcode  : 2" in done.stderr
     plan = ["shardtune", "plan", "--gpus-per-node=2", *more]
     for module in (plan, ["distTest.preflight", *more]):
-        done = subprocess.run(
+        done = completed(
             [sys.executable, "-m", *module],
             cwd=folder,
             env=os.environ | older | {"NNODES": "1", "GPUS_PER_NODE": "2"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert done.returncode == 2, done.stderr
         # The preflight names the node.
@@ -95,13 +91,6 @@ def test_data_that_needs_datasets_is_refused_by_name(folder: Path, older: dict[s
     (folder / "saved").mkdir()
     (folder / "saved/state.json").write_text("{}", encoding="utf-8")
     command = [sys.executable, "-m", "shardtune", "inspect-data", *RUN]
-    done = subprocess.run(
-        [*command, "data.train=saved"],
-        cwd=folder,
-        env=os.environ | older,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([*command, "data.train=saved"], cwd=folder, env=os.environ | older)
     assert done.returncode == 2
     assert re.fullmatch(r"ERROR: \S+ has no datasets, which reads .+ - .+\n", done.stderr)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed
 from helpers.ranks import on_ranks, run_script, train
 from test_whole_model import SETTINGS, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,13 +35,7 @@ def same_tokens(model: Path, question: str) -> None:
     )[0, len(tokens) :].tolist()
     assert len(made) == NUMBER
     command = [ENGINE, REPOSITORY / "tests/helpers/greedy_mlx.py", model]
-    done = subprocess.run(
-        [*map(str, command), json.dumps(tokens), str(NUMBER)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = completed([*map(str, command), json.dumps(tokens), str(NUMBER)], timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == made
 

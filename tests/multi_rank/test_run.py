@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, launch, read_metrics
+from helpers.commands import REPOSITORY, completed, launch, read_metrics
 from helpers.ranks import train
 from helpers.small_runs import MEASURED, checkpoint, digests, names, with_dropout
 from safetensors import safe_open
@@ -202,14 +202,7 @@ def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Pat
     accelerate += ["--multi_gpu", "--num_processes=2", "--num_machines=1"]
     accelerate += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
     script = [str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "train.max_steps=2"]
-    by_accelerate = subprocess.run(
-        [*accelerate, *script, "run.dir=runs/accelerate"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    by_accelerate = completed([*accelerate, *script, "run.dir=runs/accelerate"], cwd=tmp_path)
     assert by_accelerate.returncode == 0, by_accelerate.stderr
     assert "x 2 (ranks) = 4" in by_accelerate.stdout
 

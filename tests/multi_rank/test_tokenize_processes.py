@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import REPOSITORY
-from helpers.data_run import Run, chat, problems_of, save_model, write
+from helpers.data_run import Run, chat, problems_of, write
 
 from shardtune.data import tokenize
 
@@ -42,15 +42,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "data"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def start(model: Path, single_process_s: float, *files: Path) -> subprocess.Popen[str]:

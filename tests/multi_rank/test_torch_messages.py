@@ -6,7 +6,6 @@ import datetime
 import functools
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPOSITORY, a_free_port
+from helpers.commands import completed
 from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks
 
@@ -27,9 +27,7 @@ def torchrun_alone(node: int) -> str:
     where = f"--node_rank={node} --master_addr=127.0.0.1 --master_port={a_free_port()}"
     options = f"--nnodes=2 {where} --rdzv_conf=timeout=2 distTest/demo_reduce.py"
     command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = completed(command, cwd=REPOSITORY, timeout_s=60)
     assert done.returncode == 1
     return done.stderr
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed
 from helpers.planned import LLAMA
 from transformers import LlamaConfig
 
@@ -69,13 +68,8 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
         (tmp_path / name / "config.json").write_text(json.dumps(given), encoding="utf-8")
     lines = [["plan", *line.split()] for line in REFUSED]
     commands = json.dumps([*lines, *([name, "--help"] for name in COMMANDS)])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, commands],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = completed(
+        [sys.executable, "-c", SCRIPT, commands], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}
     )
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.pretended import needs_compiler
 from pretend_gpu.count import counted
@@ -94,9 +93,7 @@ def test_the_command_prints_a_line_for_each_part(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     command = ["-m", "benchmarks", "kernels", f"--config={tmp_path / 'config.yaml'}"]
     command += [f"model.path={tmp_path / 'llama'}", *BASE]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    done = completed([sys.executable, *command], cwd=REPOSITORY)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
     line = r"^([a-z ]+): [\d,]+ kernels, [\d.]+ GB, [\d,]+ waits"
     assert re.findall(line, done.stdout, re.MULTILINE) == [

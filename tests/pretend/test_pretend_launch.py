@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, read_metrics
+from helpers.commands import REPOSITORY, completed, read_metrics
 from helpers.pretended import needs_compiler
 from helpers.small_runs import SETTINGS, write_inputs
 
@@ -25,9 +25,7 @@ def on_pretended(gpus: int, *command: str, cwd: Path) -> subprocess.CompletedPro
         "GPUS_PER_NODE": str(gpus),
     }
     pretended = [sys.executable, "-m", "tests.pretend_gpu", f"--gpus={gpus}", *command]
-    return subprocess.run(
-        pretended, cwd=cwd, env=environ, capture_output=True, text=True, timeout=500, check=False
-    )
+    return completed(pretended, cwd=cwd, env=environ, timeout_s=500)
 
 
 @pytest.mark.parametrize("gpus", [2, 4])

@@ -18,16 +18,7 @@ from shardtune.data import cache as cache_module
 from shardtune.data.dataset import open_prepared
 from shardtune.log import node_logger
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "data"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed
 
 from shardtune import __main__ as command_line
 from shardtune.__main__ import run
@@ -102,13 +102,8 @@ def test_a_reader_may_close_the_pipe() -> None:
 @pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])
 def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
     """An interpreter that finds no site-packages has none of the requirements."""
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", module],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = completed(
+        [sys.executable, "-S", "-m", module], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}
     )
     assert done.returncode == 2
     packages = "torch, transformers, pyarrow, accelerate, psutil, pydantic, yaml"

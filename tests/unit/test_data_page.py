@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from helpers.data_run import chat, save_model, write
 from transformers import AutoTokenizer
 
 from shardtune.__main__ import run
-from shardtune.log import logger
 from shardtune.report.draw import histogram_svg
 
 MANY_TURNS = {
@@ -37,11 +35,7 @@ RECORDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the command sets end with the test."""
-    monkeypatch.setattr(logger, "handlers", logger.handlers)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,6 @@ from shardtune.data.turns import MISNAMED_ROLES, SHAREGPT_ROLES
 needs_jq = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def follow(command: str, folder: Path) -> None:
     subprocess.run(["bash", "-ec", command], cwd=folder, check=True)
 

@@ -21,11 +21,6 @@ from shardtune.data import dataset as dataset_module
 from shardtune.data.outcomes import Outcome
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def test_every_form_trains_what_the_model_must_write(model: Path, tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     both = {

@@ -8,14 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers.commands import REPOSITORY
-from helpers.data_run import Run, chat, save_model, write
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
+from helpers.data_run import Run, chat, write
 
 
 def counts(run: Run) -> dict[str, str]:

@@ -75,14 +75,8 @@ def test_the_flops_of_a_forward_are_those_of_each_document_alone(kind: str) -> N
         assert 3 * counted(decode) == count_flops(model).per_step(LENGTHS, int(LENGTHS.sum()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")]
-)
-def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(
-    kind: str, experts: str
-) -> None:
-    """Documents of one token, for which the square of a length is the number of its pairs."""
-    model = build(kind, experts)
+def require_flops_with_one_trained(model: Any) -> None:
+    """Check a step of documents of one token, for which the square of a length is its pairs."""
     rows, trained = 5, [0]
 
     def step() -> None:
@@ -91,6 +85,16 @@ def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(
         model.get_output_embeddings()(hidden[trained]).sum().backward()
 
     assert counted(step) == count_flops(model).per_step(np.ones(rows, np.int32), len(trained))
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")]
+)
+def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(
+    kind: str, experts: str
+) -> None:
+    model = build(kind, experts)
+    require_flops_with_one_trained(model)
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts", "latent"])
@@ -99,14 +103,7 @@ def test_the_flops_of_frozen_weights_leave_their_gradients_out(kind: str) -> Non
     add_adapters(model, LoraConfig(rank=4))
     draw_factors(model, seed=1)
     model.enable_input_require_grads()  # as in all layers but the first
-    rows, trained = 5, [0]
-
-    def step() -> None:
-        ids = torch.arange(rows).view(-1, 1)
-        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        model.get_output_embeddings()(hidden[trained]).sum().backward()
-
-    assert counted(step) == count_flops(model).per_step(np.ones(rows, np.int32), len(trained))
+    require_flops_with_one_trained(model)
 
 
 def test_the_flops_leave_recomputation_out() -> None:

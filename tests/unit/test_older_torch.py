@@ -13,6 +13,7 @@ import grimp
 import pytest
 import torch
 from conftest import REPOSITORY
+from helpers.commands import completed
 
 from shardtune.distributed import older_torch
 
@@ -23,9 +24,7 @@ _MODULE = "shardtune.distributed.older_torch"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    return completed([sys.executable, "-c", code], cwd=REPOSITORY)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="this PyTorch is adapted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM
 
 from shardtune.checkpoint.resume_rules import log_kinds
-from shardtune.config import SchedulerConfig
+from shardtune.config import OptimizerConfig, SchedulerConfig
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
-from shardtune.optimizers.rules import AdamW8bit, FusedAdamW
+from shardtune.optimizers.rules import RULES, AdamW8bit, FusedAdamW, find_rule
 from shardtune.training.optim import (
     build_optimizer,
     clip_gradients,
@@ -61,6 +61,13 @@ def test_the_rate_of_a_run_of_few_steps_still_ends_at_its_minimum(name, warmup, 
     config = SchedulerConfig(name=name, warmup_ratio=warmup, min_lr_ratio=0.1)
     assert learning_rate(1, total, 1.0, config) == pytest.approx(first)
     assert learning_rate(total, total, 1.0, config) == pytest.approx(last)
+
+
+def test_each_name_that_a_configuration_may_have_is_an_optimizer_of_each_dtype():
+    names = get_args(OptimizerConfig.model_fields["name"].annotation)
+    assert {rule.name for rule in RULES} == set(names)
+    found = [find_rule(name, dtype) for name in names for dtype in ("float32", "bfloat16")]
+    assert set(found) == set(RULES)
 
 
 def test_decay_reaches_matrices_and_neither_norms_nor_biases(models, tmp_path):

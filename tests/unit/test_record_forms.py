@@ -11,12 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 SHAREGPT = "ShareGPT: conversations of from and value"
 ALPACA = "Alpaca: instruction, input and output"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import pytest
+from helpers.commands import completed
 
 PROGRAM = """
 import os, signal, sys, time, weakref
@@ -32,8 +32,6 @@ sys.exit(exit_code(work))
 def test_a_signal_that_lands_in_a_finalizer_ends_the_process(number: signal.Signals) -> None:
     """Python drops what a finalizer raises."""
     program = PROGRAM.format(number=int(number))
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=10
-    )
+    done = completed([sys.executable, "-c", program], timeout_s=10)
     line = f"ERROR: ended by {number.name} before it was done - run it again\n"
     assert (done.returncode, done.stderr) == (7, line)

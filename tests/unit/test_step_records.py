@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from helpers.data_run import TEMPLATE, Run, chat, save_model, write
 from shardtune.__main__ import run
 from shardtune.config_io import load_config, write_config
 from shardtune.data.schedule import Cost, Position, Schedule
-from shardtune.log import logger
 
 COST = Cost(3, 5, 2)
 N_RECORDS = 23
@@ -21,11 +19,7 @@ RESUMED_AT = 3
 LAST_STEP = 4
 
 
-@pytest.fixture(autouse=True)
-def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the command sets end with the test."""
-    monkeypatch.setattr(logger, "handlers", logger.handlers)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datasets import Dataset
-from helpers.data_run import Run, chat, problems_of, save_model, write
+from helpers.data_run import Run, chat, problems_of, write
 
 from shardtune.__main__ import run as run_command
 
 ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9]}
 TRAINED = [False, False, True, False, True]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def rows(run: Run, name: str = "train") -> list[tuple[list[int], list[bool]]]:
