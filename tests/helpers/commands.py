@@ -48,6 +48,12 @@ def completed(
     )
 
 
+def finish(done: subprocess.CompletedProcess[str]) -> str:
+    """Check that a command has succeeded, and return its standard output."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def launch(
     processes: int,
     *arguments: Any,

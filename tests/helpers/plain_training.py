@@ -197,11 +197,6 @@ def settings(model: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
     return [f"{key}={value}" for key, value in dict(line.split("=", 1) for line in given).items()]
 
 
-def finish(finished: Any) -> str:
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return str(finished.stdout)
-
-
 def step_losses(run_dir: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(run_dir, "step")]
 

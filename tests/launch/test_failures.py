@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, needs_namespaces, read_metrics
-from helpers.commands import completed
+from helpers.commands import completed, finish
 from helpers.documented import require_error_line
 from helpers.launches import (
     ARGUMENTS,
@@ -370,12 +370,13 @@ def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
-    done = completed(
-        [*torchrun, "--nproc_per_node=2", *script],
-        cwd=folder,
-        env=os.environ | fault,
-        timeout_s=120,
+    said = finish(
+        completed(
+            [*torchrun, "--nproc_per_node=2", *script],
+            cwd=folder,
+            env=os.environ | fault,
+            timeout_s=120,
+        )
     )
-    assert done.returncode == 0, done.stderr
-    assert "Resumed from checkpoint_000000" in done.stdout
+    assert "Resumed from checkpoint_000000" in said
     assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.commands import completed
+from helpers.commands import completed, finish
 from helpers.documented import require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, environment
@@ -246,8 +246,7 @@ def ask_again_and_again() -> None:
 
 @pytest.mark.full
 def test_only_a_later_signal_is_another_request(tmp_path: Path) -> None:
-    done = on_ranks(1, ask_again_and_again, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(1, ask_again_and_again, cwd=tmp_path))
 
 
 def forked(

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from helpers.chats import write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.documented import require_error_line
 from helpers.plain_lora import (
     TARGETS,
@@ -24,7 +24,6 @@ from helpers.plain_lora import (
 )
 from helpers.plain_training import (
     encode,
-    finish,
     settings,
     sharpen,
     step_losses,

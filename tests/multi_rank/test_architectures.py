@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import chats, read_metrics, small_opt, write_jsonl
 from helpers import packing_families
+from helpers.commands import finish
 from helpers.moe_families import build
 from helpers.plain_training import (
     assert_same_steps,
     encode,
-    finish,
     plain_perplexity,
     plain_training,
     save_new_model,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.packing_families import build
 from helpers.ranks import config_for, on_ranks
 from helpers.tiny_models import small_opt
@@ -122,8 +123,7 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = config_for(models["llama"], tmp_path, "data.max_length=50")
-    done = on_ranks(1, compare, config, tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(1, compare, config, tmp_path, cwd=tmp_path))
     reports = json.loads((tmp_path / "reports.json").read_text(encoding="utf-8"))
     assert len(reports) == len(FAMILIES) + len(CHECKPOINTED)
     wrong = {

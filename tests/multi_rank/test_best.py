@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.faults import ALWAYS, Fault, fails, run_with
 from helpers.ranks import on_nodes, on_ranks, run_script
 from helpers.small_runs import (
@@ -138,8 +138,7 @@ def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder:
     killed = on_ranks(1, train_with, losses, arguments, kill, cwd=folder)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (folder / "run/best").exists() == (kill != "between")
-    again = on_ranks(1, train_with, losses | {2: 8.0}, arguments, cwd=folder)
-    assert again.returncode == 0, again.stderr
+    finish(on_ranks(1, train_with, losses | {2: 8.0}, arguments, cwd=folder))
     assert run(["verify", str(folder / "run/best")]) == 0
     assert read_listing(folder / "run/best")["step"] == step
     assert not any(name.startswith(".best") for name in names(folder / "run"))
@@ -187,8 +186,7 @@ def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(
     losses = {0: 9.0, 1: 3.0, 2: 2.0, 3: 2.5, 4: 1.5, 5: 1.75}
     for order, last in (((a, b), 2), ((b, a), 4), ((a, b), 5)):
         arguments = [*KEEP_BEST, f"train.max_steps={last}"]
-        done = on_nodes([(node, 1) for node in order], train_with, losses, arguments)
-        assert done.returncode == 0, done.stderr
+        said = finish(on_nodes([(node, 1) for node in order], train_with, losses, arguments))
         keeper, other, best = (a, b, 2) if last == 2 else (b, a, 4)
         assert read_listing(keeper / "run/best")["step"] == best
         assert not (other / "run/best").exists()
@@ -199,9 +197,9 @@ def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(
             assert (
                 f"Best model: that of step {resumed}, perplexity {perplexity}, is not on node 0: "
                 f"best/ is of step {resumed} on {node}"
-            ) in done.stdout
+            ) in said
             assert f"metrics.jsonl: steps {resumed - 1} to {resumed} are copied from {node}" in (
-                done.stdout
+                said
             )
         if last == 4:  # an older version copied none
             metrics = b / "run/metrics.jsonl"

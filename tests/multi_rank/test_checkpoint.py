@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
+from helpers.commands import finish
 from helpers.ranks import config_for, on_nodes, on_ranks, run_script, train
 from helpers.small_runs import (
     CONSTANT,
@@ -68,8 +69,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> 
     }
     for folder in folders.values():
         arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=3"]
-        done = on_nodes([(folder, 2), (folder, 1)], run_script_without_pickle, arguments)
-        assert done.returncode == 0, done.stderr
+        finish(on_nodes([(folder, 2), (folder, 1)], run_script_without_pickle, arguments))
     return folders
 
 
@@ -270,8 +270,7 @@ def save_while_weights_change(folder: str) -> None:
 
 def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["qwen3"])
-    done = on_ranks(2, save_while_weights_change, str(tmp_path), cwd=tmp_path, timeout_s=60)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(2, save_while_weights_change, str(tmp_path), cwd=tmp_path, timeout_s=60))
     for step in (2, 3):  # the first is gone
         for key, tensor in whole_tensors(checkpoint(tmp_path / "run", step)).items():
             assert not key.startswith("model.") or (tensor == step).all(), key
@@ -333,8 +332,7 @@ def test_as_many_checkpoints_are_kept_as_were_asked_for(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     checkpoints = tmp_path / "run/checkpoints"
     assert ".checkpoint_0000002.deleting" in names(checkpoints)
-    done = on_ranks(1, watch_retention, arguments, 0, 0, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(1, watch_retention, arguments, 0, 0, cwd=tmp_path))
 
     seen = [
         json.loads(line)
@@ -386,11 +384,12 @@ def test_a_second_job_in_the_same_folder_is_refused(
     running.join()
     assert ended[0].returncode == -signal.SIGKILL
     last = max(int(path.name[-7:]) for path in first.glob("run/checkpoints/checkpoint_*"))
-    again = on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 6}"], cwd=first)
-    assert again.returncode == 0, again.stderr
-    resumed = re.search(r"Resumed from checkpoint_(\d+)", again.stdout)
+    said = finish(
+        on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 6}"], cwd=first)
+    )
+    resumed = re.search(r"Resumed from checkpoint_(\d+)", said)
     # The save at the time of the kill may have been prepared.
-    assert resumed and int(resumed[1]) in (last, last + 5), again.stdout
+    assert resumed and int(resumed[1]) in (last, last + 5), said
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.plain_training import (
     FAMILIES,
     MAX_LENGTH,
@@ -22,7 +22,6 @@ from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
     encode,
-    finish,
     plain_perplexity,
     plain_training,
     settings,

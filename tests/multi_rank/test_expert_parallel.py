@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from helpers.chats import write_jsonl
+from helpers.commands import finish
 from helpers.configs import configured
 from helpers.documented import require_error_line
 from helpers.moe_families import FAMILIES, build
@@ -18,7 +19,6 @@ from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
     encode,
-    finish,
     models_on_demand,
     plain_training,
     settings,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import write_jsonl
+from helpers.commands import finish
 from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
     encode,
-    finish,
     plain_training,
     save_new_model,
     settings,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
+from helpers.commands import finish
 from helpers.ranks import on_ranks, run_script, train
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 from safetensors.torch import load_file
@@ -76,8 +77,7 @@ def test_a_run_that_learns_nothing_exports_its_source(
     sources: dict[str, Path],
 ) -> None:
     source, out = sources[name], folder / "runs/config/model"
-    done = train(ranks, *STILL, f"model.path={source}", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(train(ranks, *STILL, f"model.path={source}", cwd=folder))
     before, after = (load_file(path / "model.safetensors") for path in (source, out))
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -177,8 +177,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> R
     def run_of(name: str, ranks: int) -> Path:
         if (name, ranks) not in finished:
             folder = write_inputs(tmp_path_factory.mktemp(name), models[name])
-            done = train(ranks, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder)
-            assert done.returncode == 0, done.stderr
+            finish(train(ranks, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder))
             finished[name, ranks] = folder / "run"
         return finished[name, ranks]
 
@@ -235,8 +234,7 @@ def test_a_large_model_is_in_several_files(
     """The run, in which two ranks share them, and the command, write the same."""
     write_inputs(tmp_path, models["glm"])
     arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=1"]
-    done = on_ranks(2, run_script_with_small_files, arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(2, run_script_with_small_files, arguments, cwd=tmp_path))
     monkeypatch.setattr(layout, "_FILE_BYTES", 50_000)
     out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
     assert digests(out) == digests(tmp_path / "run/model")
@@ -361,8 +359,7 @@ def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Pa
         "train.max_steps=1",
         "export.final=false",
     )
-    done = train(2, *settings, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(train(2, *settings, cwd=tmp_path))
     measured = on_ranks(
         1,
         export_and_measure,

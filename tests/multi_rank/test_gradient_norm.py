@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.ranks import config_for, on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import distribute_tensor
@@ -56,15 +57,16 @@ def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
         {name: p.grad for name, p in plain.named_parameters()}, tmp_path / "gradients.safetensors"
     )
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf).item()
-    finished = on_ranks(
-        6,
-        measure_norm,
-        config_for(models["llama"], tmp_path, "parallel.replicate=2"),
-        tmp_path / "gradients.safetensors",
-        tmp_path / "seen",
-        cwd=tmp_path,
+    finish(
+        on_ranks(
+            6,
+            measure_norm,
+            config_for(models["llama"], tmp_path, "parallel.replicate=2"),
+            tmp_path / "gradients.safetensors",
+            tmp_path / "seen",
+            cwd=tmp_path,
+        )
     )
-    assert finished.returncode == 0, finished.stderr
     for rank in range(6):
         norm, clipped, unchanged, first = json.loads(
             (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.moe_families import build
-from helpers.plain_training import finish, save_new_model, settings
+from helpers.plain_training import save_new_model, settings
 from helpers.ranks import each_in_turn, on_ranks
 from helpers.small_runs import steps_of
 from transformers import PreTrainedTokenizerFast

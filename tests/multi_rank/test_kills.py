@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import finish
 from helpers.faults import Fault, kills, then
 from helpers.saving_runs import Undisturbed, checkpoints, hidden, run, said
 from helpers.small_runs import steps_of
@@ -42,8 +43,7 @@ def check_kills(folder: Path, faults: list[Fault], undisturbed: Undisturbed) -> 
     for number, fault in enumerate(faults):
         newest = killed(folder, fault, newest, grace_s=number % 2 * 1.5)
     total = max(checkpoints(folder)) + 2
-    done = run(folder, f"train.max_steps={total}")
-    assert done.returncode == 0, done.stderr
+    finish(run(folder, f"train.max_steps={total}"))
     assert not hidden(folder)
     assert steps_of(folder / "run") == undisturbed(total)
 
@@ -75,13 +75,14 @@ def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
 
 def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
     """Yield the calls of the second save as rank, operation, pattern and count, three per file."""
-    done = run(
-        folder,
-        "train.max_steps=3",
-        "checkpoint.keep=1",
-        faults=(Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls),),
+    finish(
+        run(
+            folder,
+            "train.max_steps=3",
+            "checkpoint.keep=1",
+            faults=(Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls),),
+        )
     )
-    assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
         calls = [tuple(call) for call in listed]

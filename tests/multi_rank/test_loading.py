@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.packing_families import build
 from helpers.ranks import config_for, on_ranks
 from helpers.usage import Usage
@@ -109,8 +110,7 @@ def compare_loaded(config: Config) -> None:
 def test_every_tensor_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path / "model")
     config = config_for(tmp_path / "model", tmp_path, "model.compute_dtype=float32")
-    done = on_ranks(2, compare_loaded, config, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(2, compare_loaded, config, cwd=tmp_path))
 
 
 SMALL, LARGE = Shape(40_000, 512, 2, 6), Shape(32_000, 2048, 5, 32)
@@ -134,8 +134,7 @@ def test_each_byte_is_read_once_per_copy_into_memory_that_is_kept(
     parallel = [f"parallel.replicate={replicate}", f"parallel.expert={expert}"]
     config = config_for(model, tmp_path, *parallel)
     tiny = config_for(models["glm"], tmp_path, *parallel)
-    finished = on_ranks(ranks, load, config, tiny, tmp_path, shape is SMALL, cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
+    finish(on_ranks(ranks, load, config, tiny, tmp_path, shape is SMALL, cwd=tmp_path))
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert sum(report["read"] for report in reports) < 1.05 * replicate * stored
     allowed = 40e6 if shape is SMALL else 300e6

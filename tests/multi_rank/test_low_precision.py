@@ -14,8 +14,9 @@ import torch.distributed as dist
 from conftest import read_metrics
 from helpers import moe_families
 from helpers.chats import write_jsonl
+from helpers.commands import finish
 from helpers.documented import require_error_line
-from helpers.plain_training import finish, save_new_model, settings, uneven_chats
+from helpers.plain_training import save_new_model, settings, uneven_chats
 from helpers.ranks import config_for, on_ranks, run_script, train, train_until
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
 from safetensors.torch import load_file, save_file
@@ -130,8 +131,7 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
 
 
 def test_equal_gradients_give_the_same_bits_on_every_mesh(tmp_path: Path) -> None:
-    finished = on_ranks(4, update_on_meshes, tmp_path / "seen", cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    finish(on_ranks(4, update_on_meshes, tmp_path / "seen", cwd=tmp_path))
     problems, n_outcomes, names = json.loads((tmp_path / "seen").read_text(encoding="utf-8"))
     assert problems == [] and n_outcomes == 12
     assert "matrix exp_avg_sq_scale" in names and "vector exp_avg_sq_scale" not in names
@@ -250,8 +250,7 @@ def test_the_states_of_each_rank_take_the_bytes_that_the_log_says(
     more: tuple[str, ...], weight: int, moments: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = config_for(models["qwen3"], tmp_path, "model.compute_dtype=float32", *more)
-    finished = on_ranks(2, measure_bytes, config, tmp_path / "seen", cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    finish(on_ranks(2, measure_bytes, config, tmp_path / "seen", cwd=tmp_path))
     for rank in range(2):
         said, held, elements, moment_bytes = json.loads(
             (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import packing_families
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.ranks import train
 from transformers import AutoModelForCausalLM
 
@@ -21,20 +21,21 @@ def run_steps(
     model: Path, folder: Path, ranks: int, *more: str
 ) -> tuple[str, list[dict[str, Any]]]:
     write_jsonl(folder / "train.jsonl", chats(30))
-    done = train(
-        ranks,
-        f"model.path={model}",
-        "data.train=train.jsonl",
-        "data.max_length=128",
-        "model.compute_dtype=float32",
-        "train.max_steps=3",
-        "logging.every_steps=3",
-        "export.final=false",
-        *more,
-        cwd=folder,
+    said = finish(
+        train(
+            ranks,
+            f"model.path={model}",
+            "data.train=train.jsonl",
+            "data.max_length=128",
+            "model.compute_dtype=float32",
+            "train.max_steps=3",
+            "logging.every_steps=3",
+            "export.final=false",
+            *more,
+            cwd=folder,
+        )
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, read_metrics(folder / "runs/config", "step")
+    return said, read_metrics(folder / "runs/config", "step")
 
 
 def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:

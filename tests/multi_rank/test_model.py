@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.ranks import as_configured, config_for, on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -68,8 +69,7 @@ def built(
 ) -> dict[str, list[tuple[Tensors, dict[str, Any]]]]:
     """Of each configuration, what `report_models` wrote on each rank."""
     folder.mkdir()
-    finished = on_ranks(ranks, report_models, configs, folder, cwd=folder)
-    assert finished.returncode == 0, finished.stderr
+    finish(on_ranks(ranks, report_models, configs, folder, cwd=folder))
     return {
         name: [
             (
@@ -217,8 +217,7 @@ def test_no_rank_holds_the_whole_model_while_building(models, tmp_path):
         config_for(tmp_path / "large", tmp_path),
         config_for(tmp_path / "large", tmp_path, "model.init=random"),
     ]
-    finished = on_ranks(4, report_memory, configs, tmp_path, cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
+    finish(on_ranks(4, report_memory, configs, tmp_path, cwd=tmp_path))
     for rank in range(4):
         _, loaded, drawn = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         assert 0.2 * total_bytes < loaded < 0.5 * total_bytes

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.chats import write_jsonl
+from helpers.commands import finish
 from helpers.multimodal import FAMILIES, save_seeing_model
 from helpers.plain_training import (
     assert_same_steps,
     encode,
-    finish,
     plain_training,
     settings,
     step_losses,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, completed
+from helpers.commands import REPOSITORY, completed, finish
 from helpers.ranks import on_ranks, run_script, train
 from test_whole_model import SETTINGS, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,9 +35,8 @@ def same_tokens(model: Path, question: str) -> None:
     )[0, len(tokens) :].tolist()
     assert len(made) == NUMBER
     command = [ENGINE, REPOSITORY / "tests/helpers/greedy_mlx.py", model]
-    done = completed([*map(str, command), json.dumps(tokens), str(NUMBER)], timeout_s=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == made
+    said = finish(completed([*map(str, command), json.dumps(tokens), str(NUMBER)], timeout_s=300))
+    assert json.loads(said.splitlines()[-1]) == made
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,8 +60,7 @@ def test_another_engine_runs_the_exported_demo(tmp_path: Path) -> None:
         "run.dir=run",
     ]
     arguments = ["--config", str(examples / "demo.yaml"), *settings]
-    done = on_ranks(2, run_script, arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(2, run_script, arguments, cwd=tmp_path))
     same_tokens(tmp_path / "run/model", "What is the capital of France?")
 
 
@@ -72,6 +70,5 @@ def test_another_engine_runs_a_mixture_of_experts_with_an_extra_layer(
 ) -> None:
     publish(models["glm"], tmp_path / "source")
     write_jsonl(tmp_path / "train.jsonl", chats(20))
-    done = train(2, *SETTINGS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(train(2, *SETTINGS, cwd=tmp_path))
     same_tokens(tmp_path / "runs/config/model", "Where are the apples?")

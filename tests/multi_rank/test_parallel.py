@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import write_jsonl
-from helpers.commands import launch, read_metrics
+from helpers.commands import finish, launch, read_metrics
 from helpers.documented import require_error_line
 from helpers.plain_training import (
     Trained,
     assert_same_steps,
     assert_same_weights,
     encode,
-    finish,
     plain_training,
     settings,
     sharpen,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus
 from torch import nn
 
@@ -39,5 +40,4 @@ def attend_in_float32() -> None:
 @needs_compiler
 @pytest.mark.full
 def test_float32_on_a_pretended_gpu_repeats_the_keys_of_grouped_heads(tmp_path: Path) -> None:
-    done = on_gpus(1, attend_in_float32, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    finish(on_gpus(1, attend_in_float32, cwd=tmp_path))

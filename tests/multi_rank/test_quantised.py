@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
+from helpers.commands import finish
 from helpers.multimodal import save_seeing_model
 from helpers.pretended import needs_compiler, train_on_gpus
 from helpers.quantised_models import RAGGED, quantise_in_fp8, save_deepseek_v3, save_gpt_oss, spread
@@ -90,8 +91,7 @@ def test_each_rank_has_its_slices_of_what_transformers_dequantises(
     name: str, ranks: int, assignments: tuple[str, ...], sources: dict[str, Path], folder: Path
 ) -> None:
     config = config_for(sources[name], folder, *assignments)
-    done = on_ranks(ranks, load, config, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(ranks, load, config, cwd=folder))
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
@@ -99,9 +99,8 @@ def test_a_run_that_learns_nothing_exports_what_transformers_dequantises(
     name: str, sources: dict[str, Path], folder: Path
 ) -> None:
     source, out = sources[name], folder / "runs/config/model"
-    done = train(2, *STILL, f"model.path={source}", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Source: quantised") == 1
+    said = finish(train(2, *STILL, f"model.path={source}", cwd=folder))
+    assert said.count("Source: quantised") == 1
 
     exported = AutoModelForCausalLM.from_pretrained(out)
     assert exported.dtype == torch.bfloat16 and not hasattr(exported.config, "quantization_config")
@@ -131,8 +130,7 @@ def test_pretended_gpus_have_the_same_weights(
     name: str, sources: dict[str, Path], folder: Path
 ) -> None:
     settings = (*STILL, f"model.path={sources[name]}")
-    done = train(2, *settings, "run.dir=cpu", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(train(2, *settings, "run.dir=cpu", cwd=folder))
     train_on_gpus(2, *settings, "run.dir=gpu", cwd=folder)
     gpu, cpu = (digests(folder / device / "model") for device in ("gpu", "cpu"))
     assert gpu["model.safetensors"] == cpu["model.safetensors"]
@@ -143,8 +141,7 @@ def test_layers_that_training_does_not_load_are_dequantised_too(
     tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     source = save_deepseek_v3(folder / "source", tokenizer, RAGGED, with_mtp=True)
-    done = train(2, *STILL, f"model.path={source}", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(train(2, *STILL, f"model.path={source}", cwd=folder))
     before = {k: t for file in source.glob("*.safetensors") for k, t in load_file(file).items()}
     after = load_file(folder / "runs/config/model/model.safetensors")
     for key, tensor in after.items():
@@ -174,9 +171,10 @@ def test_adapters_on_a_quantised_model_resume_and_are_merged_with_its_weights(
         "train.gradient_accumulation_steps=1",
     ]
     for steps in (1, 2):
-        done = train(2, *settings, f"train.max_steps={steps}", "run.resume=auto", cwd=folder)
-        assert done.returncode == 0, done.stderr
-    assert "Resumed from checkpoint_0000001" in done.stdout
+        said = finish(
+            train(2, *settings, f"train.max_steps={steps}", "run.resume=auto", cwd=folder)
+        )
+    assert "Resumed from checkpoint_0000001" in said
     run_dir = folder / "runs/config"
     adapter = json.loads((run_dir / "adapter/adapter_config.json").read_text(encoding="utf-8"))
     assert adapter["base_model_name_or_path"] == str(sources[name])
@@ -207,8 +205,7 @@ def test_random_weights_and_a_plan_need_the_config_alone(
 ) -> None:
     for name, source in sources.items():
         settings = (*STILL, "model.init=random", f"model.path={source}", f"run.dir=runs/{name}")
-        done = train(2, *settings, cwd=folder)
-        assert done.returncode == 0, done.stderr
+        finish(train(2, *settings, cwd=folder))
         exported = AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "model")
         assert exported.dtype == torch.bfloat16
 
@@ -229,8 +226,7 @@ def test_the_text_of_a_model_that_sees_is_dequantised(
     source = save_seeing_model(family, tokenizer, folder / "source")
     before = load_file(source / "model.safetensors")
     quantise_in_fp8(source, re.compile(r"language_model.*(self_attn|mlp)\..*_proj\.weight"), RAGGED)
-    done = train(2, *STILL, f"model.path={source}", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(train(2, *STILL, f"model.path={source}", cwd=folder))
     values, scales = (load_file(file) for file in sorted(source.glob("*.safetensors")))
     after = load_file(folder / "runs/config/model/model.safetensors")
     assert after.keys() == before.keys()
@@ -278,5 +274,4 @@ def test_reading_takes_a_ranks_share_and_less_than_200_mb(
             config_for(path, folder, f"model.master_dtype={dtype}")
             for path in (sources[name], source)
         )
-        done = on_ranks(ranks, load_large, large, small, cwd=folder)
-        assert done.returncode == 0, done.stderr
+        finish(on_ranks(ranks, load_large, large, small, cwd=folder))

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, read_metrics
-from helpers.plain_training import encode, finish, save_new_model, sharpen, summed_nll
+from helpers.commands import REPOSITORY, finish, read_metrics
+from helpers.plain_training import encode, save_new_model, sharpen, summed_nll
 from helpers.ranks import on_ranks, run_script
 from helpers.tiny_models import VOCABULARY
 from transformers import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.plain_training import (
     assert_same_weights,
     encode,
@@ -188,9 +188,8 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
             and f" | Step: {step}\n" not in stopped.stdout
         )
     for _ in range(2):
-        done = train(2, *settings, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    assert "Nothing is left to train" in done.stdout and "Perplexity" not in done.stdout
+        said = finish(train(2, *settings, cwd=tmp_path))
+    assert "Nothing is left to train" in said and "Perplexity" not in said
     for kind, values in (
         ("eval", ("step", "loss", "tokens")),
         ("step", ("step", "loss", "grad_norm")),
@@ -215,11 +214,9 @@ def test_a_resume_with_other_micro_batches_sees_the_same_records(
                 f"train.gradient_accumulation_steps={accumulation}",
             )
             steps = (*SETTINGS, *CONSTANT, f"train.max_steps={last}", f"run.dir={run_dir}")
-            done = train(2, *steps, *shape, "export.final=false", cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
+            said = finish(train(2, *steps, *shape, "export.final=false", cwd=tmp_path))
     assert (
-        "train.micro_batch_size was 4, is 2" in done.stdout
-        and "Resumed from checkpoint_0000006" in done.stdout
+        "train.micro_batch_size was 4, is 2" in said and "Resumed from checkpoint_0000006" in said
     )
     assert steps_of(tmp_path / "run") == close_to(steps_of(tmp_path / "whole"))
 
@@ -241,9 +238,8 @@ def test_saving_does_not_change_training(
             f"checkpoint.mode={mode}",
             f"run.dir={run_dir}",
         )
-        done = train(2, *settings, *saves, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Saved checkpoint_") == (
+        said = finish(train(2, *settings, *saves, cwd=tmp_path))
+        assert said.count("Saved checkpoint_") == (
             len(steps_of(tmp_path / run_dir)) if every_steps else 1
         )
     assert (
@@ -263,10 +259,9 @@ def test_a_resume_with_another_learning_rate_keeps_weights_and_moments(
     assert train(2, *common, "train.epochs=2", cwd=tmp_path).returncode == 0
     new = ("optimizer.lr=2e-3", "scheduler.name=linear", "scheduler.min_lr_ratio=0.5")
     changed = dict(setting.split("=", 1) for setting in (*common, *new, "train.epochs=5"))
-    done = train(2, *(f"{key}={value}" for key, value in changed.items()), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    said = finish(train(2, *(f"{key}={value}" for key, value in changed.items()), cwd=tmp_path))
     for change in ("optimizer.lr was 0.003, is 0.002", 'name was "constant", is "linear"'):
-        assert f"{change}\n" in done.stdout
+        assert f"{change}\n" in said
     rates = [3e-3, 3e-3, 1.4e-3, 1.2e-3, 1e-3]
     records = [encode(tokenizer, record) for record in uneven_chats()]
     expected = plain_training(model, records, rates)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, completed, launch, read_metrics
+from helpers.commands import REPOSITORY, completed, finish, launch, read_metrics
 from helpers.ranks import train
 from helpers.small_runs import MEASURED, checkpoint, digests, names, with_dropout
 from safetensors import safe_open
@@ -239,8 +239,7 @@ def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[s
     settings = ("eval.baseline=false", "train.max_steps=3", "export.final=false")
     for every_steps in (0, 1):
         each = (f"eval.every_steps={every_steps}", f"run.dir=runs/{every_steps}")
-        done = train(1, *settings, *each, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        finish(train(1, *settings, *each, cwd=tmp_path))
         steps = read_metrics(tmp_path / f"runs/{every_steps}", "step")
         seconds.append([step["seconds"] for step in steps[1:]])
     without, with_evaluations = seconds
@@ -256,23 +255,21 @@ def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
     settings += [f"model.path={models['llama']}", f"run.seed={2**63 - 1}"]
     (tmp_path / "config.yaml").touch()
     ascii_only = {"PYTHONIOENCODING": "ascii"}
-    done = launch(0, "--config", "config.yaml", *settings, cwd=tmp_path, env=ascii_only)
-    assert done.returncode == 0, done.stderr
-    assert r"\u017ar\xf3d\u0142o" in done.stdout
+    said = finish(launch(0, "--config", "config.yaml", *settings, cwd=tmp_path, env=ascii_only))
+    assert r"\u017ar\xf3d\u0142o" in said
 
 
 def test_options_that_others_switch_off_are_said(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["llama"])
     settings = ["data.eval=null", "eval.every_steps=2", "export.final=false"]
     settings += ["train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0"]
-    done = train(1, *settings, "optimizer.offload=true", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = contract_lines(done.stdout)
+    said = finish(train(1, *settings, "optimizer.offload=true", cwd=tmp_path))
+    lines = contract_lines(said)
     assert [match[1] for kind, match in lines if kind == "step"] == ["2", "4", "5"]
     assert [match[1] for kind, match in lines if kind == "saved"] == ["0000005"]
     assert not {"baseline", "eval"} & set(dict(lines))
-    assert done.stdout.count("Evaluation is skipped") == 1 and "eval.every_steps = 2" in done.stdout
-    assert "optimizer.offload=true moves nothing" in done.stdout
+    assert said.count("Evaluation is skipped") == 1 and "eval.every_steps = 2" in said
+    assert "optimizer.offload=true moves nothing" in said
     written = (tmp_path / "runs/config/config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(written)["optimizer"]["offload"] is True
     assert not (tmp_path / "runs/config/model").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.ranks import on_ranks, run_script, train
 from helpers.small_runs import (
     CONSTANT,
@@ -52,8 +52,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
     """A folder with a finished run of one rank and three steps, each with its checkpoint."""
     folder = write_inputs(tmp_path_factory.mktemp("earlier") / "run", models["llama"], dropout=0.2)
     write_jsonl(folder / "eval.jsonl", chats(5, seed=1))
-    done = train(1, *RESUMABLE, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(train(1, *RESUMABLE, cwd=folder))
     return folder
 
 
@@ -73,10 +72,9 @@ def test_a_finished_run_says_so(tmp_path: Path, run_again: RunAgain) -> None:
 
 
 def test_more_steps_continue_the_run(tmp_path: Path, run_again: RunAgain) -> None:
-    done = run_again("train.max_steps=5")
-    assert done.returncode == 0, done.stderr
+    said = finish(run_again("train.max_steps=5"))
     assert [entry["step"] for entry in read_metrics(tmp_path / "run", "eval")] == [0, 3, 5]
-    assert re.findall(r"^Step (\d)/5 ", done.stdout, re.MULTILINE) == ["4", "5"]
+    assert re.findall(r"^Step (\d)/5 ", said, re.MULTILINE) == ["4", "5"]
     assert run_again("train.max_steps=5", "run.dir=whole").returncode == 0
     assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "run")
 
@@ -134,12 +132,9 @@ def assignments(changes: dict[str, tuple[str, str]]) -> list[str]:
 
 
 def test_a_resume_says_each_changed_key(tmp_path: Path, run_again: RunAgain) -> None:
-    done = run_again(*assignments(MAY_CHANGE), ranks=2)
-    assert done.returncode == 0, done.stderr
+    said = finish(run_again(*assignments(MAY_CHANGE), ranks=2))
     changes = [
-        line
-        for line in done.stdout.splitlines()
-        if line.startswith("Changed since checkpoint_0000003: ")
+        line for line in said.splitlines() if line.startswith("Changed since checkpoint_0000003: ")
     ]
     assert sorted(line.split(": ", 1)[1] for line in changes) == sorted(
         [f"{key} was {old}, is {new}" for key, (old, new) in MAY_CHANGE.items()]
@@ -214,12 +209,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     undisturbed = steps_of(tmp_path / "run")
     flip_a_byte(checkpoints / "checkpoint_0000003")
     left = digests(checkpoints / "checkpoint_0000003")
-    done = run_again("train.max_steps=3")
-    assert done.returncode == 0, done.stderr
-    reason = next(line for line in done.stdout.splitlines() if line.startswith("Not accepted: "))
+    said = finish(run_again("train.max_steps=3"))
+    reason = next(line for line in said.splitlines() if line.startswith("Not accepted: "))
     assert "checkpoint_0000003/rank_00000.safetensors" in reason
-    assert "Resumed from checkpoint_0000002\n" in done.stdout
-    assert "checkpoint_0000003.aside1" in done.stdout
+    assert "Resumed from checkpoint_0000002\n" in said
+    assert "checkpoint_0000003.aside1" in said
     assert digests(checkpoints / "checkpoint_0000003.aside1") == left
     assert steps_of(tmp_path / "run") == undisturbed
 
@@ -256,11 +250,10 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Run
         for file, digest in before.items()
     }
 
-    done = run_again("run.resume=never", "train.max_steps=1")
-    assert done.returncode == 0, done.stderr
+    said = finish(run_again("run.resume=never", "train.max_steps=1"))
     after = digests(tmp_path / "run")
     for name in ("checkpoints", "metrics.jsonl", "model"):
-        assert f"run/{name}.aside1\n" in done.stdout
+        assert f"run/{name}.aside1\n" in said
         kept = {
             file.replace(f"{name}.aside1", name, 1): digest
             for file, digest in after.items()
@@ -279,9 +272,8 @@ def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(
 ) -> None:
     run_dir = tmp_path / "run"
     undisturbed = steps_of(run_dir)
-    done = run_again("run.resume=run/checkpoints/checkpoint_0000001", "train.max_steps=3")
-    assert done.returncode == 0, done.stderr
-    assert "Resumed from checkpoint_0000001\n" in done.stdout
+    said = finish(run_again("run.resume=run/checkpoints/checkpoint_0000001", "train.max_steps=3"))
+    assert "Resumed from checkpoint_0000001\n" in said
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
         "checkpoint_0000001",
         "checkpoint_0000002",
@@ -299,9 +291,8 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(
     undisturbed = steps_of(tmp_path / "run")
     before = digests(tmp_path / "run")
     assert run_again("run.dir=other", "run.seed=7").returncode == 0
-    done = run_again("run.dir=other", "run.resume=run/checkpoints/checkpoint_0000001")
-    assert done.returncode == 0, done.stderr
-    assert 'Changed since checkpoint_0000001: run.dir was "run", is "other"\n' in done.stdout
+    said = finish(run_again("run.dir=other", "run.resume=run/checkpoints/checkpoint_0000001"))
+    assert 'Changed since checkpoint_0000001: run.dir was "run", is "other"\n' in said
     assert steps_of(tmp_path / "other") == undisturbed[1:]
     assert digests(tmp_path / "run") == before
     assert names(tmp_path / "other") == [
@@ -367,8 +358,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_when_there_is_room(
         "origins.json",
     }
 
-    again = run_again(f"train.max_steps={max_steps}")
-    assert again.returncode == 0, again.stderr
+    finish(run_again(f"train.max_steps={max_steps}"))
     assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(
         range(1, max_steps + 1)
     )
@@ -412,10 +402,9 @@ def test_a_finished_run_writes_its_model_again(tmp_path: Path, run_again: RunAga
 
     def again(dtype: str) -> str:
         arguments = ["--config", "config.yaml", *settings(f"export.dtype={dtype}")]
-        done = on_ranks(2, run_script_without_a_model, arguments, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "\nFinished: checkpoint_0000003 is the last of 3 steps." in done.stdout
-        return done.stdout
+        said = finish(on_ranks(2, run_script_without_a_model, arguments, cwd=tmp_path))
+        assert "\nFinished: checkpoint_0000003 is the last of 3 steps." in said
+        return said
 
     assert "Saved the final model in run/model\n" in again("source")
     assert digests(run_dir / "model") == model

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
-from helpers.plain_training import finish
+from helpers.commands import finish, read_metrics
 from helpers.ranks import on_ranks, run_script, train
 from transformers import AutoConfig, AutoTokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.plain_training import encode, plain_perplexity, sharpen, with_weights
 from helpers.ranks import train, train_until
 from helpers.small_runs import digests, steps_of
@@ -51,9 +51,7 @@ def settings(tmp_path: Path, models: dict[str, Path]) -> list[str]:
 
 
 def run(ranks: int, settings: list[str], *more: str, cwd: Path) -> str:
-    done = train(ranks, *settings, *more, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return finish(train(ranks, *settings, *more, cwd=cwd))
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks, run_script, train, train_until
 
@@ -74,19 +74,18 @@ def test_a_slow_rank_is_named(
     (tmp_path / "config.yaml").touch()
     arguments = ["--config", "config.yaml", "run.dir=run", f"model.path={model}", mesh]
     arguments += [*ARGUMENTS, "checkpoint.every_steps=0", "train.max_steps=22"]
-    done = on_ranks(ranks, run_with_a_slow_rank, rank, work, arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    said = finish(on_ranks(ranks, run_with_a_slow_rank, rank, work, arguments, cwd=tmp_path))
     lines = re.findall(
         r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) "
         r"\(a step: data \S+ s, forward and backward \S+ s, optimizer \S+ s, waiting \S+ s\)$",
-        done.stdout,
+        said,
         re.MULTILINE,
     )
     host, entries = socket.gethostname(), read_metrics(tmp_path / "run", "ranks")
     assert [entry["step"] for entry in entries] == [11, 21]
     # Slow for the second time.
     assert lines == [(str(rank), host, f"{entries[1]['ratio']:.2f}", phase)]
-    assert is_in(QUOTES["slow"][0], done.stdout)
+    assert is_in(QUOTES["slow"][0], said)
     for entry in entries:
         assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (rank, host, phase)
         assert entry["seconds"][phase] > SLOW_S

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.chats import write_jsonl
-from helpers.commands import read_metrics
+from helpers.commands import finish, read_metrics
 from helpers.plain_training import (
     Trained,
     assert_same_steps,
     assert_same_weights,
     encode,
-    finish,
     plain_training,
     settings,
     sharpen,
@@ -162,9 +161,8 @@ def test_passes_receive_early_and_gather_each_layer_once(
     more += [f"parallel.stages={stages}", "export.final=false", f"data.eval={data}"]
     (tmp_path / "config.yaml").touch()
     given = ["--config", "config.yaml", *settings(tmp_path / "deep", data, tmp_path / "run", *more)]
-    done = on_ranks(ranks, run_and_note, given, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = re.findall(r"^Stages: .*, of layers (.*) \|", done.stdout, re.M)
+    said = finish(on_ranks(ranks, run_and_note, given, cwd=tmp_path))
+    (line,) = re.findall(r"^Stages: .*, of layers (.*) \|", said, re.M)
     for stage, part in enumerate(line.split(" and ")):
         first, last = map(int, part.split("-"))
         noted = (tmp_path / f"noted{stage * ranks // stages}").read_text(encoding="utf-8")

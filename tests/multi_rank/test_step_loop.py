@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, finish
 from helpers.ranks import on_ranks, run_script
 
 from shardtune.training import garbage_collection, stage
@@ -50,8 +50,7 @@ def on_two_ranks(work: Any, folder: Path, model: Path, *assignments: str) -> Non
     arguments = ["--config", "config.yaml", f"model.path={model}", "data.train=train.jsonl"]
     arguments += ["run.dir=run", "data.max_length=128", "export.final=false"]
     arguments += ["checkpoint.every_steps=0", *assignments]
-    done = on_ranks(2, work, arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    finish(on_ranks(2, work, arguments, cwd=folder))
 
 
 def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(

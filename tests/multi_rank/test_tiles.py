@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.commands import finish
 from helpers.moe_families import build
 from helpers.ranks import on_ranks
 from torch.nn.functional import cross_entropy
@@ -38,8 +39,7 @@ GIVEN += ["data.train=unread", "model.activation_checkpointing=full"]
 def test_tiles_have_the_gradients_of_whole_rows(
     ranks: int, family: str, assignments: list[str], tmp_path: Path
 ) -> None:
-    done = on_ranks(ranks, _compare, family, assignments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_ranks(ranks, _compare, family, assignments, cwd=tmp_path))
 
 
 def _compare(family: str, assignments: list[str]) -> None:

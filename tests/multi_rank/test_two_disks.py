@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers.commands import finish
 from helpers.faults import Fault, fails, run_with
 from helpers.ranks import on_nodes, run_script, train, train_on_nodes
 from helpers.small_runs import (
@@ -51,8 +52,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
         (write_inputs(root / name, models["glm"], dropout=0.2), ranks)
         for name, ranks in (("a", 2), ("b", 1))
     ]
-    done = train_on_nodes(nodes, *SAVES, "train.max_steps=4", "export.final=false")
-    assert done.returncode == 0, done.stderr
+    finish(train_on_nodes(nodes, *SAVES, "train.max_steps=4", "export.final=false"))
     return root
 
 
@@ -134,14 +134,14 @@ def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
 
     def go_on(root: Path, nodes: dict[str, int], last: int) -> str:
         rows = f"train.gradient_accumulation_steps={12 // sum(nodes.values())}"
-        done = train_on_nodes(
-            [(root / name, n) for name, n in nodes.items()],
-            *settings,
-            rows,
-            f"train.max_steps={last}",
+        return finish(
+            train_on_nodes(
+                [(root / name, n) for name, n in nodes.items()],
+                *settings,
+                rows,
+                f"train.max_steps={last}",
+            )
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
     for name in {"a", "b", *sizes}:
         write_inputs(tmp_path / name, models["glm"])
@@ -162,9 +162,8 @@ def test_each_disk_has_the_layers_of_its_own_stage(tmp_path: Path, models: dict[
     a, b = (write_inputs(tmp_path / name, models["llama"]) for name in ("a", "b"))
     settings = (*SAVES, "parallel.stages=2", "train.gradient_accumulation_steps=2")
     for steps in (2, 4):
-        done = train_on_nodes([(a, 1), (b, 1)], *settings, f"train.max_steps={steps}")
-        assert done.returncode == 0, done.stderr
-    assert "Resumed from checkpoint_0000002\n" in done.stdout
+        said = finish(train_on_nodes([(a, 1), (b, 1)], *settings, f"train.max_steps={steps}"))
+    assert "Resumed from checkpoint_0000002\n" in said
     parts = [checkpoint(folder / "run", 4) for folder in (a, b)]
     one, other = (
         set(re.findall(r"\.layers\.(\d+)\.", " ".join(load_file(next(part.glob("rank_*"))))))

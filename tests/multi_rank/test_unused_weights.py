@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.chats import write_jsonl
 from helpers.packing_families import build
-from helpers.plain_training import (
-    save_new_model,
-    settings,
-    uneven_chats,
-)
+from helpers.plain_training import save_new_model, settings, uneven_chats
 from helpers.ranks import train_each
 from helpers.small_runs import steps_of
 from transformers import PreTrainedTokenizerFast

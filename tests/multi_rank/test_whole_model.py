@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
+from helpers.commands import finish
 from helpers.ranks import train
 from helpers.small_runs import checkpoint, digests
 from safetensors.torch import load_file, save_file
@@ -79,14 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) ->
     folder = tmp_path_factory.mktemp("whole")
     publish(models["glm"], folder / "source")
     write_jsonl(folder / "train.jsonl", chats(20))
-    done = train(2, *SETTINGS, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    said = finish(train(2, *SETTINGS, cwd=folder))
     extra = [t for name, t in all_tensors(folder / "source").items() if name.startswith(EXTRA)]
     line = (
         f"Copied from {folder / 'source'}: {len(extra)} tensors that training does not load "
         f"({EXTRA[:-1]} ..., {sum(t.nbytes for t in extra) / 1e9:.2f} GB)\n"
     )
-    assert line in done.stdout
+    assert line in said
     return folder
 
 

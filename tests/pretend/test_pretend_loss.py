@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus
 from pretend_gpu.compiled import Compiler
 from torch._dynamo.utils import counters
@@ -42,8 +43,7 @@ def count(out: Path) -> None:
 
 
 def test_a_plans_loss_is_that_of_the_compiler(tmp_path: Path) -> None:
-    done = on_gpus(1, count, tmp_path / "counted", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_gpus(1, count, tmp_path / "counted", cwd=tmp_path))
     compiled = json.loads((tmp_path / "counted").read_text(encoding="utf-8"))
     for wants_gradients, (kernels, n_bytes) in zip((True, False), compiled, strict=True):
         tracker, logits = Tracker(), torch.zeros(ROWS, VOCABULARY, dtype=torch.bfloat16)
@@ -74,5 +74,4 @@ def count_graphs() -> None:
 
 
 def test_a_loss_that_is_compiled_before_the_first_step_is_compiled_for_all(tmp_path: Path) -> None:
-    done = on_gpus(1, count_graphs, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_gpus(1, count_graphs, cwd=tmp_path))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus, train_script, waits_of
 from helpers.ranks import config_for
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
@@ -104,9 +105,8 @@ def test_a_compiled_update_gives_the_same_bits(
     folder = write_inputs(tmp_path / "runs", models["qwen3"])
     for kind, value in (("without", "false"), ("with", "true")):
         given = [*assignments, f"optimizer.offload={value}", f"run.dir={kind}"]
-        done = on_gpus(1, train_compiled, [*RUN, *given, "model.compile=false"], cwd=folder)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "eager" not in done.stdout
+        said = finish(on_gpus(1, train_compiled, [*RUN, *given, "model.compile=false"], cwd=folder))
+        assert "eager" not in said
     assert_alike(folder / "with", folder / "without")
 
 
@@ -180,8 +180,7 @@ def test_weights_are_loaded_in_little_more_than_the_gpu_keeps_of_them(
     for init in ("pretrained", "random"):
         given = ["model.compute_dtype=bfloat16", OFFLOAD, f"model.init={init}"]
         config = config_for(tmp_path / "deep", tmp_path, *given)
-        done = on_gpus(1, load_and_measure, config, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
+        finish(on_gpus(1, load_and_measure, config, cwd=tmp_path))
 
 
 def load_and_measure(config: Config) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.commands import finish
 from helpers.configs import configured
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.pretended import needs_compiler, on_gpus
@@ -81,8 +82,7 @@ def test_a_stage_gathers_its_layers_once_a_pass_with_several_micro_batches_in_fl
 
 
 def test_reductions_have_groups_of_their_own_that_time_out_with_the_others(tmp_path: Path) -> None:
-    done = on_gpus(4, write_groups, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_gpus(4, write_groups, cwd=tmp_path))
     for rank in range(4):
         ranks = {"shard": [0, 1, 2, 3], "expert_shard": [rank % 2, rank % 2 + 2]}
         groups = json.loads((tmp_path / f"groups{rank}").read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus
 from helpers.ranks import config_for
 from pretend_gpu.compiled import Compiler
@@ -62,8 +63,7 @@ def measure_norms(out: Path) -> None:
 
 
 def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path: Path) -> None:
-    done = on_gpus(1, measure_norms, tmp_path / "norms", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_gpus(1, measure_norms, tmp_path / "norms", cwd=tmp_path))
     for squared, exact, dtypes in json.loads((tmp_path / "norms").read_text(encoding="utf-8")):
         assert squared**0.5 == pytest.approx(exact**0.5, rel=1e-6)
         assert dtypes == ["torch.float32"]
@@ -139,8 +139,7 @@ def test_a_compiled_update_is_few_kernels_that_move_little_more_than_they_must(
     tmp_path: Path,
 ) -> None:
     """A parameter is one call, of whole blocks and the rest of each row."""
-    done = on_gpus(1, count_kernels, tmp_path / "counted", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_gpus(1, count_kernels, tmp_path / "counted", cwd=tmp_path))
     counted = json.loads((tmp_path / "counted").read_text(encoding="utf-8"))
     for case, (kernels, times) in zip(CASES, counted, strict=True):
         assert kernels <= 5, case

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import finish
 from helpers.pretended import needs_compiler
 from helpers.ranks import on_ranks
 from pretend_gpu.triton_source import compile_for_gpus
@@ -105,8 +106,7 @@ def compile_part(part: str, out: Path) -> None:
 def test_kernels_add_up_in_one_order_and_spill_nothing(part: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    done = on_ranks(1, compile_part, part, tmp_path / "kernels", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_ranks(1, compile_part, part, tmp_path / "kernels", cwd=tmp_path))
     kernels = json.loads((tmp_path / "kernels").read_text(encoding="utf-8"))
     assert kernels
     for kernel in kernels:

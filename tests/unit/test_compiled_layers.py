@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from helpers.plain_training import finish
+from helpers.commands import finish
 from helpers.ranks import on_ranks
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.commands import finish
 from helpers.moe_families import build
 from helpers.pretended import needs_compiler, on_gpus
 from torch.distributed.fsdp import fully_shard
@@ -126,8 +127,7 @@ def test_gathers_have_the_outputs_and_gradients_of_transformers_loop() -> None:
 
 @needs_compiler
 def test_gathers_have_them_on_a_gpu(tmp_path: Path) -> None:
-    done = on_gpus(1, assert_gathers_equal_the_loop, "cuda", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(on_gpus(1, assert_gathers_equal_the_loop, "cuda", cwd=tmp_path))
 
 
 class Products(TorchDispatchMode):

@@ -13,7 +13,7 @@ import grimp
 import pytest
 import torch
 from conftest import REPOSITORY
-from helpers.commands import completed
+from helpers.commands import completed, finish
 
 from shardtune.distributed import older_torch
 
@@ -38,8 +38,7 @@ def test_this_pytorch_is_left_as_it_is() -> None:
         "from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState\n"
         f"before = {state}\nimport {_MODULE}\nassert before == {state}\n"
     )
-    done = run(code)
-    assert done.returncode == 0, done.stderr
+    finish(run(code))
 
 
 def test_every_module_that_uses_an_adapted_name_imports_the_adaptation() -> None:
