@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,8 +118,20 @@ def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
     ],
 )
 def test_kernels_that_are_not_there_are_named_and_states_counted(
-    family: str, missing: list[str], flops: int
+    family: str,
+    missing: list[str],
+    flops: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mixers = state_mixers(build(family))
     assert missing_kernels(mixers) == missing
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "causal_conv1d.py").touch()
+    assert missing_kernels(mixers) == [name for name in missing if name != "causal-conv1d"]
+    for package in ("fla", "mamba_ssm"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert missing_kernels(mixers) == []
     assert recurrence_flops(mixers[0]) == flops
