@@ -107,6 +107,7 @@ def test_every_command_is_run_by_a_test() -> None:
 
 
 @needs_namespaces
+@pytest.mark.full
 def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository: Path) -> None:
     """Both commands as they stand, at their address and on their interface, then the greps."""
     worker = repository.parent / "worker"

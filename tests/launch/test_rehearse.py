@@ -73,7 +73,7 @@ def test_a_rehearsal_over_loopback_passes(tmp_path: Path, here: dict[str, str]) 
 def test_a_rehearsal_in_namespaces_passes(
     ranks_per_node: int, tmp_path: Path, here: dict[str, str]
 ) -> None:
-    """16 ranks run every key of config.yaml as it is shipped."""
+    """16 ranks run every key of config.yaml as it is shipped, and say what users grep for."""
     fewer = ["--", "parallel.expert=1"] if ranks_per_node < 8 else []
     arguments = rehearsal("--procs-per-node", str(ranks_per_node), *fewer)
     done = run(*arguments, cwd=tmp_path, env=here, timeout_s=600)
@@ -84,6 +84,8 @@ def test_a_rehearsal_in_namespaces_passes(
     )
     assert f"2 nodes of {2 * ranks_per_node} ranks met at 10.11.7.50:29600\n" in done.stdout
     assert "[node 1]   Hostname: node1\n" in done.stdout
+    for said in (r"Baseline Perplexity: \d+\.\d+ \| Loss: \d", r"Step \d+/\d+ \| Loss: \d"):
+        assert re.search(rf"^\[node 0\] {said}", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.full

@@ -296,7 +296,9 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     assert "train.jsonl:41: invalid JSON" in said
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".parquet"])
+@pytest.mark.parametrize(
+    "suffix", [".gz", *(pytest.param(each, marks=pytest.mark.full) for each in ("", ".parquet"))]
+)
 def test_a_sample_stands_for_as_many_records_as_are_read(
     suffix: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
