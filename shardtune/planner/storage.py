@@ -97,14 +97,14 @@ def join_storage(stages: Sequence[Storage]) -> Storage:
 
 
 def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:
-    parameters = list(model.parameters())
     itemsize = source_itemsize
     if config.export.dtype != "source":
         itemsize = DTYPES[config.export.dtype].itemsize
-    merged = itemsize * sum(p.numel() for p in parameters)
+    # Each better one is written before the last one is deleted.
+    models = config.export.final + 2 * config.eval.keep_best
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    others = sum(p.numel() for p in model.parameters()) - trained
     if config.lora.rank is None:
-        # Each better one is written before the last one is deleted.
-        return merged * (config.export.final + 2 * config.eval.keep_best)
-    factors = 4 * sum(p.numel() for p in parameters if p.requires_grad)
-    merged *= config.export.final and config.export.merge
-    return merged + factors * (config.export.final + 2 * config.eval.keep_best)
+        return itemsize * (trained + others) * models
+    merged = itemsize * others * (config.export.final and config.export.merge)
+    return merged + 4 * trained * models
