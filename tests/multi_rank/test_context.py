@@ -59,7 +59,7 @@ FULL, SELECTIVE, NONE = (
 )
 APART = "data.packing=false"
 CASES: list[Case] = [
-    ("llama", Mesh(2, 2), Mesh(4, 4), FULL),  # two key heads for four ranks
+    ("llama", Mesh(2, 2), Mesh(4, 4), FULL),  # three key heads for two ranks, and for four
 ]
 MATRIX: list[Case] = [
     ("gpt_oss", Mesh(4, 2, 2), Mesh(2, 1), [APART]),  # sinks and windows
@@ -80,7 +80,10 @@ MATRIX: list[Case] = [
 
 
 def build(family: str) -> Any:
-    return (packing_families if family in WINDOWS else moe_families).build(family)
+    if family in WINDOWS:
+        return packing_families.build(family)
+    more = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
+    return moe_families.build(family, **more if family == "llama" else {})
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,8 @@ def test_shared_rows_equal_one_record_at_a_time(
     assert_same_weights(tmp_path / "run", expected)
     for number, mesh in enumerate((first, second)):
         said = (tmp_path / f"run{number}.out").read_text(encoding="utf-8")
-        heads = f"{4 // mesh.context} of 4 heads each"
+        number = 12 if family == "llama" else 4
+        heads = f"{number // mesh.context} of {number} heads each"
         line = f"Rows: each shared by {mesh.context} ranks, {heads}"
         assert (line in said.splitlines()) == (mesh.context > 1)
         data_ranks = mesh.ranks // mesh.stages // mesh.context

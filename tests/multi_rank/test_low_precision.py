@@ -149,24 +149,25 @@ def test_micro_batches_are_added_up_in_float32(
 ) -> None:
     """The norm of 8 micro-batches is that of float32 masters with the same bfloat16 weights.
 
-    Sums in bfloat16 are off by 1e-3.
+    Sums in bfloat16 are off by 1e-3. Two replicas without room add up in each micro-batch.
     """
     write_inputs(tmp_path, models["llama"])
     norms = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype, replicate in (("float32", 1), ("bfloat16", 1), ("bfloat16", 2)):
+        has_room = room and replicate == 1
         source = tmp_path / "model" / "model.safetensors"
         rounded = {k: t.bfloat16().float() for k, t in load_file(source).items()}
         save_file(rounded, source, {"format": "pt"})
-        given = [*SETTINGS, f"run.dir={dtype}", f"model.master_dtype={dtype}"]
+        given = [*SETTINGS, f"run.dir={dtype}{replicate}", f"model.master_dtype={dtype}"]
         given += ["train.gradient_accumulation_steps=8", "train.max_steps=1", "export.final=false"]
-        arguments = ["--config", "config.yaml", *given]
+        arguments = ["--config", "config.yaml", *given, f"parallel.replicate={replicate}"]
         said = finish(
-            on_ranks(2, run_script if room else run_without_room, arguments, cwd=tmp_path)
+            on_ranks(2, run_script if has_room else run_without_room, arguments, cwd=tmp_path)
         )
-        assert f"Gradients: reduced {'once a step' if room else 'in each micro-batch'}" in said
-        (step,) = read_metrics(tmp_path / dtype, "step")
+        assert f"Gradients: reduced {'once a step' if has_room else 'in each micro-batch'}" in said
+        (step,) = read_metrics(tmp_path / f"{dtype}{replicate}", "step")
         norms.append((step["loss"], step["grad_norm"]))
-    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert norms[1:] == [pytest.approx(norms[0], rel=1e-6)] * 2
 
 
 @pytest.mark.full

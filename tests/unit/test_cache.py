@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -55,8 +56,10 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
         Run(save_model(tmp_path / "other", "Hello." + TEMPLATE), train),
         Run(dated, train),
         Run(dated, train, date="2026-02-01"),
-        Run(model, write(tmp_path / "b.jsonl", [chat("how are you"), chat("hello", "World")])),
     ]
+    with train.open("a", encoding="utf-8") as file:  # a longer one in its place, alike for 1 MiB
+        file.write("\n" * (1 << 20) + json.dumps(chat("hello", "World")))
+    changed.append(Run(model, train))
     assert len({run.entry for run in [first, *changed]}) == 5
     assert first.prepared.key not in {run.prepared.key for run in changed}
 

@@ -83,11 +83,12 @@ def test_degrees_that_do_not_divide_are_refused_with_those_that_do() -> None:
     assert ranks == (
         "parallel.context=4 does not divide world size / parallel.stages, 2 - use one of 1, 2"
     )
-    (heads,) = problems("llama", "parallel.context=8", ranks=16)
-    assert heads == (
-        "parallel.context=8 does not divide the 4 heads of llama - use one of 1, 2, 4 that divides "
-        "world size / parallel.stages too"
-    )
+    for degree in (3, 8):
+        (heads,) = problems("llama", f"parallel.context={degree}", ranks=2 * degree)
+        assert heads == (
+            f"parallel.context={degree} does not divide the 4 heads of llama - use one of 1, 2, 4 "
+            "that divides world size / parallel.stages too"
+        )
     assert not problems("llama", "parallel.context=4", "parallel.replicate=4")
     with pytest.raises(UserError) as refused:
         configured("parallel.context=2", "model.attention=sdpa")
