@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from helpers.data_run import write
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 import shardtune
 from shardtune.__main__ import run
 from shardtune.report.charts import make_charts, network_share, smooth, thin
-from shardtune.report.draw import svg
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures, spoken
 
-needs_browser = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="no browser: chromium is not installed"
-)
 CONFIG = "model:\n  path: {}\ntrain:\n  epochs: 3\n"
 
 
@@ -75,9 +68,8 @@ def write_run(
     entries.append(
         {"kind": "start", "step": steps, "total_steps": 2 * steps, "changes": [change]} | more
     )
-    stamped = [json.dumps(e | {"time": "2026-11-23T12:00:00.000+00:00"}) for e in entries]
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("\n".join(stamped) + "\n", encoding="utf-8")
+    time = {"time": "2026-11-23T12:00:00.000+00:00"}
+    write(folder / "metrics.jsonl", [entry | time for entry in entries])
     (folder / "config.yaml").write_text(CONFIG.format(model), encoding="utf-8")
     (folder / "origins.json").write_text('{"train.epochs": "default"}', encoding="utf-8")
     return folder
@@ -97,29 +89,14 @@ def test_the_page_needs_no_network_and_names_every_figure(
     page = (folder / "report.html").read_text(encoding="utf-8")
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(link.startswith("#") or (folder / link).is_file() for link in links)
-    assert f'<pre class="card">{html.escape(card(read_run(folder)))}</pre>' in page
     assert "<script" not in page and len(page.encode()) < 3e6
-
     figures = re.findall(r'<figure id="([\w-]+)"', page)
     assert figures == [link[1:] for link in links if link[1:] in figures], "the index, in order"
-    for name in figures:
-        with Image.open(folder / f"report_figures/{name}.png") as image:
-            assert image.format == "PNG" and image.width > 500
     for said in (*lines, "60 of 120", "train.epochs: 3 to 4", "3 on node0", "3 (default)"):
         assert said in page, said
-    (folder / "origins.json").unlink()
-    assert report(folder) == 0, "as an earlier version left it"
-    assert ">3<" in (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 3 * len(figures)
-
-    # It fits a telephone: a table scrolls in its own box, and no chart is wider than the page.
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
-    assert re.search(r"\.wide \{[^}]*overflow-x: auto", page)
-    assert page.count("<table>") == page.count('<div class="wide"><table>') > 2
-    assert "minmax(min(24rem, 100%), 1fr)" in page
 
 
-def test_names_are_drawn_and_linked_as_they_are(tmp_path: Path) -> None:
+def test_names_are_linked_as_they_are_and_no_other_file_is_overwritten(tmp_path: Path) -> None:
     a = write_run(tmp_path / "_a $x$ <b> #1")
     b = write_run(tmp_path / "other" / a.name, steps=30)
     out = tmp_path / "page #2.html"
@@ -128,73 +105,48 @@ def test_names_are_drawn_and_linked_as_they_are(tmp_path: Path) -> None:
     assert f"{html.escape(str(a))} against {html.escape(str(b))}" in page
     links = [unquote(link) for link in re.findall(r'href="([^"#]+)"', page)]
     assert links and all((tmp_path / link).is_file() for link in links)
-    assert page.count(">" + html.escape(f"{a}") + "<") >= 3, "heads and legends"
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     assert report(a, "--out", tmp_path / "notes.txt") == 2
 
 
-def test_the_card_sums_up_a_run_in_a_line_a_figure(tmp_path: Path) -> None:
-    start = {"world_size": 2, "device": "cpu", "versions": {"torch": "2.13.0"}, "data_ranks": 2}
+def test_the_card_sums_up_a_run(tmp_path: Path) -> None:
+    start = {"world_size": 2, "device": "cpu", "data_ranks": 2}
     start |= {"micro_batch_size": 3, "gradient_accumulation_steps": 4}
-    folder = write_run(tmp_path / "run", **start)
-    settings = {"lora": {"rank": 8}, "data": {"max_length": 512}}
-    settings |= {"model": {"path": "a/model"}, "optimizer": {"name": "adamw", "lr": 4e-4}}
-    settings["data"]["train"] = [{"path": "a.jsonl"}, {"path": "b.jsonl", "name": "code"}]
-    (folder / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
-    text = card(read_run(folder))
-    first, last = (entry["loss"] for entry in read_run(folder).of_kind("step")[:: 60 - 1])
-    assert text.splitlines() == [
-        "shardtune run run",
-        "model: a/model, LoRA of rank 8",
-        "data: a.jsonl, code",
-        "batch: 24 rows of 512 tokens, adamw, lr 0.0004",
-        "steps: 60 of 120, last written 2026-11-23 12:00 UTC",
+    run = read_run(write_run(tmp_path / "run", **start))
+    first, last = (entry["loss"] for entry in run.of_kind("step")[:: 60 - 1])
+    text = card(run)
+    for line in (
+        "model: a/model, all weights",
         f"loss: {first:.4f} at first, {last:.4f} at last",
-        "perplexity: 9.0000 before training, 8.0000 at step 60; chats 9.0000 to 8.0000; "
-        "code 9.0000 to 8.0000",
+        "perplexity: 9.0000 before training, 8.0000 at step 60; chats 9.0000 to 8.0000; ",
         "time: 2 min of training",
         "speed: 501 tokens/s, 60,178 tokens, MFU 30.0%",
         "waiting: 44.5% of a step in collectives: bound by communication",
         "memory: 61.2 GB of a rank at most",
-        "on: 2 CPU processes, torch 2.13.0",
-        "starts: 2",
-    ]
+        "batch: 24 rows of ",
+    ):
+        assert f"\n{line}" in text, text
 
 
 @pytest.mark.parametrize(
-    ("entries", "settings", "expected"),
+    ("entries", "expected"),
     [
-        (["start"], {}, {"loss": "(no step has ended yet)", "memory": "(no step has ended yet)"}),
-        (["start"], {}, {"model": "(config.yaml is missing)", "perplexity": "(no evaluation yet)"}),
-        (["start"], {"data.train": "a"}, {"perplexity": "(no evaluation data)"}),
-        (["start"], {"data.eval": "a"}, {"perplexity": "(no evaluation yet)"}),
-        (["start"], {"data.eval_fraction": 0.1}, {"perplexity": "(no evaluation yet)"}),
-        (["start"], {}, {"waiting": "(one rank waits for no other)"}),
-        (["step"], {}, {"waiting": "(measured every ten steps)", "on": NOT_WRITTEN}),
-        (["step"], {}, {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
-        (["step"], {}, {"loss": "not finite at first, not finite at last"}),
+        (["start"], {"loss": "(no step has ended yet)", "model": "(config.yaml is missing)"}),
+        (["start"], {"waiting": "(one rank waits for no other)", "batch": "1 row of ? tokens"}),
+        (["step"], {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
+        (["step"], {"loss": "not finite at first, not finite at last"}),
         (
             ["refused"],
-            {},
             {"loss": "(no step has ended yet; step 2 was not taken: its loss is not finite)"},
         ),
-        (
-            ["step", "refused"],
-            {},
-            {
-                "loss": "not finite at first, not finite at last"
-                "; step 2 was not taken: its loss is not finite"
-            },
-        ),
-        (["step", "refused", "later"], {}, {"loss": "not finite at first, 1.0000 at last"}),
-        (["start", "lock"], {}, {"loss": "(the run ended before its first step)"}),
-        (["start", "step", "lock"], {}, {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
-        (["start"], {}, {"on": "1 rank", "batch": "1 row of ? tokens"}),
-        (["eval"], {}, {"perplexity": "(not finite); a not finite"}),
+        (["step", "refused", "later"], {"loss": "not finite at first, 1.0000 at last"}),
+        (["start", "lock"], {"loss": "(the run ended before its first step)"}),
+        (["start", "step", "lock"], {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
+        (["eval"], {"perplexity": "(not finite); a not finite"}),
     ],
 )
 def test_a_figure_that_is_missing_has_its_reason(
-    entries: list[str], settings: dict[str, Any], expected: dict[str, str], tmp_path: Path
+    entries: list[str], expected: dict[str, str], tmp_path: Path
 ) -> None:
     lines = {
         "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
@@ -205,12 +157,9 @@ def test_a_figure_that_is_missing_has_its_reason(
     }
     lines["start"] |= dict.fromkeys(("data_ranks", "micro_batch_size"), 1)
     lines["start"] |= {"gradient_accumulation_steps": 1}
-    text = "".join(json.dumps(lines[kind]) + "\n" for kind in entries if kind in lines)
+    write(tmp_path / "metrics.jsonl", [lines[kind] for kind in entries if kind in lines])
     if "lock" in entries:
         (tmp_path / ".lock").touch()
-    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
-    if settings:
-        (tmp_path / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     said = figures(read_run(tmp_path))
     assert {name: said[name] for name in expected} == expected
     assert "" not in said.values()
@@ -218,17 +167,7 @@ def test_a_figure_that_is_missing_has_its_reason(
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [
-        (0.0, "0 s"),
-        (2.345, "2.3 s"),
-        (59.6, "1 min"),
-        (133, "2 min 13 s"),
-        (6000, "1 h 40 min"),
-        (7205, "2 h"),
-        (86400 * 3 + 3600 * 4 + 59, "3 d 4 h"),
-        (math.inf, "years"),
-        (math.nan, "years"),
-    ],
+    [(2.345, "2.3 s"), (59.6, "1 min"), (7205, "2 h"), (360059, "4 d 4 h"), (math.nan, "years")],
 )
 def test_a_duration_is_said_as_people_say_it(seconds: float, said: str) -> None:
     assert spoken(seconds) == said
@@ -261,15 +200,10 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
         file.write(b'{"kind": "start", "step": 1, "changes": ["lr"]}\n')
         file.write(b'{"kind": "step", "step": ' + b"9" * 400 + b"}\n" + b"[" * 5000 + b"\n")
     (folder / "config.yaml").unlink()
+    (folder / "origins.json").write_text("[]", encoding="utf-8")
     assert report(folder) == 0
     assert "left out 11 lines of metrics.jsonl that cannot be read" in capsys.readouterr().out
     assert shardtune.read_run(folder).unread == 11
-
-
-def test_origins_that_are_no_object_are_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    (folder / "origins.json").write_text("[]", encoding="utf-8")
-    assert report(folder) == 0
 
 
 @pytest.mark.parametrize("text", [None, "", "not a run\n"])
@@ -283,15 +217,6 @@ def test_a_folder_without_a_run_is_refused(
     assert report(folder, tmp_path / "none", tmp_path / "nowhere") == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and f"ERROR: {tmp_path / 'none'}" in errors[0]
-
-
-def test_a_run_whose_first_step_has_not_ended(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    entry = {"kind": "eval", "step": 0, "loss": 1.0, "perplexity": 2.7, "tokens": 5}
-    (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n", encoding="utf-8")
-    assert report(folder) == 0
-    assert "no step has ended yet" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))
@@ -310,76 +235,6 @@ def test_smoothing_is_the_mean_of_the_last_values(values: list[float], width: in
     assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("values", "ticks"),
-    [([0.35, 3.2], ["0.5", "1", "2"]), ([0.02, 90.0], ["0.1", "1", "10"]), ([2.2, 3.1], ["2.4"])],
-)
-def test_ticks_are_plain_numbers(values: list[float], ticks: list[str], tmp_path: Path) -> None:
-    entries = [
-        {"kind": "step", "step": n, "grad_norm": value, "lr": n * 2e-5, "seconds": 70, "tokens": 1}
-        for n, value in enumerate(values, 1)
-    ]
-    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    norm, rate, *_ = make_charts([read_run(tmp_path)])
-    drawn = {
-        chart.name: re.findall(r"<text.*?>(.+?)</text>", svg(chart, "time"))
-        for chart in (norm, rate)
-    }
-    assert set(ticks) <= set(drawn["gradient-norm"]), drawn
-    assert {"x 1e-05", "0", "2", "4"} <= {
-        text.removesuffix(".0") for text in drawn["learning-rate"]
-    }
-    assert not [text for text in drawn["gradient-norm"] if re.search(r"\de|\^|\$", text)]
-    assert "minutes of training" in drawn["gradient-norm"]
-
-
-def test_text_in_charts_is_readable_on_a_telephone(tmp_path: Path) -> None:
-    """A page of 400 px leaves a chart 368."""
-    folder = write_run(tmp_path / "run")
-    for chart in make_charts([read_run(folder)]):
-        picture = svg(chart, "step")
-        width = float(re.findall(r'viewBox="0 0 (\S+) ', picture)[0])
-        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", picture)]
-        assert len(sizes) > 8 and min(sizes) * 368 / width >= 10
-
-
-@pytest.mark.parametrize(("steps", "width"), [(99, 0), (100, 10), (3000, 60)])
-def test_many_steps_are_drawn_with_their_mean_beside_each(
-    steps: int, width: int, tmp_path: Path
-) -> None:
-    (loss, *_) = make_charts([read_run(write_run(tmp_path / "run", steps=steps))])
-    labels = ["each step", f"mean of {width} steps"] if width else [""]
-    assert [curve.label for curve in loss.curves] == labels
-
-
-@pytest.mark.parametrize(("perplexities", "is_log"), [([9, 900], True), ([9, 899], False)])
-def test_perplexity_is_drawn_over_decades_where_it_spans_two(
-    perplexities: list[float], is_log: bool, tmp_path: Path
-) -> None:
-    entries = [
-        {"kind": "eval", "step": step, "perplexity": value}
-        for step, value in enumerate(perplexities)
-    ]
-    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    (chart,) = make_charts([read_run(tmp_path)])
-    assert chart.is_log == is_log
-
-
-def test_a_legend_of_many_entries_stands_below_its_chart(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name, steps=20)) for name in "ab"]
-    for one, two in zip(make_charts(runs[:1]), make_charts(runs), strict=True):
-        heights = []
-        for chart in (one, two):
-            picture = svg(chart, "step")
-            heights.append(float(re.findall(r'viewBox="0 0 \S+ (\S+)"', picture)[0]))
-            many = sum(bool(curve.label) for curve in chart.curves) > 4
-            legend = [float(y) for y in re.findall(r'<text[^>]* y="([\d.]+)"', picture)]
-            assert heights[-1] > 190 if many else heights[-1] < 190, chart.name
-            assert max(legend) < heights[-1], "all of it is on the picture"
-
-
 def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -391,37 +246,4 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path: Path) -> 
     assert phases["waiting in collectives"] == pytest.approx(100 * 0.89 / 2)
     assert sum(phases.values()) == pytest.approx(100)
     assert charts["memory"].levels == {"the plan": 70.0}
-
-
-def test_what_the_slowest_rank_waits_is_the_network(tmp_path: Path) -> None:
-    assert network_share(read_run(write_run(tmp_path / "run"))) == pytest.approx(0.89 / 2)
-
-
-@pytest.mark.full
-@needs_browser
-@pytest.mark.parametrize(("theme", "width"), [("light", 1000), ("dark", 400)])
-def test_a_browser_shows_a_run_of_100_000_steps(theme: str, width: int, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=100_000)
-    assert report(folder) == 0
-    page, picture = folder / "report.html", tmp_path / "page.png"
-    assert page.stat().st_size < 3e6
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --disable-quic --hide-scrollbars"
-    scheme = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
-    subprocess.run(
-        [
-            *("chromium", *flags.split(), scheme, f"--user-data-dir={tmp_path / 'profile'}"),
-            *(f"--window-size={width},2000", f"--screenshot={picture}", page.as_uri()),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    with Image.open(picture) as image:
-        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
-    background, curve = {
-        "light": ((255, 255, 255), (0x00, 0x72, 0xB2)),
-        "dark": ((0x16, 0x17, 0x1B), (0x56, 0xB4, 0xE9)),
-    }[theme]
-    assert (pixels == background).all(1).mean() > 0.5
-    assert (pixels == curve).all(1).sum() > 500, "the curves are drawn"
+    assert network_share(read_run(folder)) == pytest.approx(0.89 / 2)
