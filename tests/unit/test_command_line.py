@@ -65,30 +65,6 @@ def test_an_error_has_its_exit_code(
     assert errors[len(errors) - len(lines) :] == lines
 
 
-def test_help_of_the_demo_model_writes_nothing(tmp_path: Path) -> None:
-    script = REPOSITORY / "examples/fetch_model.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "usage: fetch_model.py" in done.stdout and not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["alone", "help"])
-def test_every_command_has_a_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit, match="0"):
-        run(arguments)
-    lines = capsys.readouterr().out.splitlines()
-    for name, (_, help_) in command_line.COMMANDS.items():
-        assert f"{name:<15}{help_}" in lines
-
-
 def test_a_reader_may_close_the_pipe() -> None:
     command = [sys.executable, "-m", "shardtune", "config-schema"]
     started = subprocess.Popen(

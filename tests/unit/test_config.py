@@ -59,21 +59,15 @@ def test_values_come_from_file_then_environment_then_command_line(tmp_path: Path
 
 ACCEPTED = [
     ("optimizer.lr", "1e-5", 1e-5),
-    ("optimizer.lr", "1E5", 1e5),
     ("optimizer.lr", ".5e-3", 5e-4),
-    ("optimizer.lr", "2.", 2.0),
-    ("optimizer.lr", "+3", 3.0),
     ("optimizer.lr", "0", 0.0),
     ("train.max_steps", "1e3", 1000),
     ("train.max_steps", "5.0", 5),
     ("train.max_steps", "010", 10),
     ("train.max_steps", "null", None),
-    ("train.max_steps", "~", None),
     ("data.eval", "", None),
     ("run.seed", str(2**63 - 1), 2**63 - 1),
-    ("run.dir", "'123'", "123"),
     ("run.dir", '"1e5"', "1e5"),
-    ("run.dir", "2026-01-01", "2026-01-01"),
     ("run.dir", "1:30", "1:30"),
     ("run.dir", "no", "no"),
     ("run.dir", "a=b", "a=b"),
@@ -81,31 +75,15 @@ ACCEPTED = [
     ("data.packing", "False", False),
     (
         "data.train",
-        "[{path: a/x.jsonl, weight: 1}, {path: y, name: z, max_records: 1e3, loss_on: all}]",
+        "[{path: a/x.jsonl, weight: 1, max_records: 1e3, loss_on: all}]",
         [
-            {
-                "path": "a/x.jsonl",
-                "weight": 1.0,
-                "name": None,
-                "loss_on": None,
-                "max_records": None,
-                "template_options": {},
-            },
-            {
-                "path": "y",
-                "weight": 1.0,
-                "name": "z",
-                "loss_on": "all",
-                "max_records": 1000,
-                "template_options": {},
-            },
+            {"path": "a/x.jsonl", "weight": 1.0, "name": None, "loss_on": "all"}
+            | {"max_records": 1000, "template_options": {}}
         ],
     ),
     ("data.eval", "{held-out: a, q.a_2: b}", {"held-out": "a", "q.a_2": "b"}),
-    ("data.eval_fraction", "0", 0.0),
     ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
     ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
-    ("lora.targets", "experts", "experts"),
     ("lora.targets", "q_proj", "q_proj"),
 ]
 
@@ -141,10 +119,6 @@ NOT_ALLOWED = {
         "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
     ),
     "data.template_options": ("a mapping", "3 [a] null"),
-    "data.chat_template": (
-        "text that is not empty (in quotes where YAML would read a number) or null",
-        "3 [a]",
-    ),
     "data.roles": ("a mapping", "3 [a] null {a: b}"),
     "data.columns": ("a mapping or null", "3 [a] text"),
     "data.packing": ("true or false", "yes off 1 null"),
@@ -207,10 +181,6 @@ def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:
 
 
 def test_columns_have_our_names(tmp_path: Path) -> None:
-    assert value(load(tmp_path, "data.columns={text: body, prompt: null}"), "data.columns") == {
-        "text": "body",
-        "prompt": None,
-    }
     assert problems(tmp_path, "data.columns={message: chat, text: 3}") == [
         "data.columns.message (command line) is not known - the nearest known one is messages",
         "data.columns.text = 3 (command line) is not allowed - it should be a valid string",
@@ -231,18 +201,12 @@ def test_a_path_may_begin_with_a_home(
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("lr", "optimizer.lr"),
         ("train.lr", "optimizer.lr"),
-        ("optimiser.lr", "optimizer.lr"),
         ("OPTIMIZER.LR", "optimizer.lr"),
         ("--run.dir", "run.dir"),
         ("train.epoch", "train.epochs"),
-        ("optimiser", "optimizer"),
         ("batch_size", "train.micro_batch_size"),
-        ("max_steps", "train.max_steps"),
-        ("eval.steps", "eval.every_steps"),
         ("checkpoints.every_steps", "checkpoint.every_steps"),
-        ("scheduler.warmup", "scheduler.warmup_ratio"),
     ],
 )
 def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) -> None:
@@ -254,19 +218,11 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (
-            "optimiser: {lr: 1}",
-            "optimiser (file) is not known - the nearest known one is optimizer",
-        ),
         ("lr: 3", "lr (file) is not known - the nearest known one is optimizer.lr"),
         ("eval: 5", "eval (file) is a section - give values to its keys"),
         (
             "train: {epochs: '3'}",
             'train.epochs = "3" (file) is not allowed - use an integer of at least 1',
-        ),
-        (
-            "train:\n  max_steps: [1, 2]",
-            "train.max_steps = [1, 2] (file) is not allowed - use an integer of at least 1 or null",
         ),
     ],
 )
@@ -284,11 +240,7 @@ def test_a_problem_of_the_configuration_file_is_named(
         ("train: {epochs: 1", "expected ',' or '}', but got '<stream end>'"),
         ("a: b: c", 'mapping values are not allowed here in "FILE", line 3'),
         ("a: !mine 3", "!mine is a tag, and a value has none here - write the value alone"),
-        ("a: !!binary aGk=", "!!binary is a tag, and a value has none here"),
-        ("run: !!float seed", "!!float is a tag, and a value has none here"),
         ("run: {seed: &s !!python/name:os.system }", "!!python/name:os.system is a tag"),
-        ("run: !!set {seed}", "!!set is a tag, and a value has none here"),
-        ("- a", "it is not a mapping"),
         ("text", "it is not a mapping"),
         ("é".encode("latin-1"), "can't decode byte"),
         (None, "No such file"),
@@ -358,8 +310,6 @@ NO_LORA = "lora.rank is null, so every weight is trained"
 REMARKS = [
     ("data.eval=e data.eval_fraction=0.1", "data.eval_fraction = 0.1", "data.eval is given"),
     ("lora.alpha=8", "lora.alpha = 8.0", NO_LORA),
-    ("lora.dropout=0.5", "lora.dropout = 0.5", NO_LORA),
-    ("lora.targets=[q]", 'lora.targets = ["q"]', NO_LORA),
     ("export.merge=false", "export.merge = false", NO_LORA),
     (
         "scheduler.name=constant scheduler.min_lr_ratio=0.2",
@@ -367,12 +317,6 @@ REMARKS = [
         "scheduler.name is constant",
     ),
     ("eval.every_steps=5", "eval.every_steps = 5", "no evaluation data is given"),
-    ("eval.keep_best=true", "eval.keep_best = true", "no evaluation data is given"),
-    (
-        "export.final=false export.dtype=float32",
-        'export.dtype = "float32"',
-        "export.final is false",
-    ),
 ]
 
 
@@ -384,20 +328,9 @@ def test_a_value_that_another_setting_switches_off_is_remarked(
     assert remarks(load(tmp_path, *assignments.split())) == [expected]
 
 
-@pytest.mark.parametrize(
-    "assignments",
-    [
-        "scheduler.name=constant scheduler.min_lr_ratio=0.1",
-        "data.eval=e eval.every_steps=5 data.eval_fraction=0",
-        "data.eval_fraction=0.1 eval.every_steps=5",
-        "export.final=false lora.alpha=null lora.targets=all-linear",
-        "scheduler.min_lr_ratio=0 export.dtype=float32",
-    ],
-)
-def test_a_value_that_is_used_or_was_not_given_is_not_remarked(
-    tmp_path: Path, assignments: str
-) -> None:
-    assert remarks(load(tmp_path, *assignments.split())) == []
+def test_a_value_that_is_used_or_is_the_default_is_not_remarked(tmp_path: Path) -> None:
+    used = ("data.eval_fraction=0.1", "eval.every_steps=5", "scheduler.min_lr_ratio=0")
+    assert remarks(load(tmp_path, *used, "lora.alpha=null", "lora.targets=all-linear")) == []
 
 
 def test_an_option_may_stand_between_assignments(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 from helpers.commands import REPOSITORY
 from helpers.configs import DEFAULTS
 
 from shardtune.__main__ import run
-from shardtune.config import KEYS
 
 SCHEMA = REPOSITORY / "docs/config.schema.json"
 
@@ -41,16 +39,3 @@ def test_every_key_has_its_default_and_a_description() -> None:
             if "default" in key and (section, name) != ("run", "dir"):
                 assert key["default"] == defaults[name]
     assert required == ["model.path", "data.train"]
-
-
-def test_the_page_has_a_line_for_every_key() -> None:
-    text = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+\.\w+)` \|(?: [^|]+ \|){4}$", text, re.MULTILINE) == list(KEYS)
-
-
-@pytest.mark.parametrize("file", ["config.yaml", "examples/demo.yaml"])
-def test_shipped_files_name_the_schema_for_editors(file: str) -> None:
-    path = REPOSITORY / file
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
-    assert named and (path.parent / named[1]).resolve() == SCHEMA

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import PAGE, RESULTS, SHORT, VARIANTS, charts, furthest, page
-from shardtune.report.draw import COLOURS, write_svg
+from shardtune.report.draw import write_svg
 
 FOUND: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
 EQUAL = [name for name, variant in VARIANTS.items() if variant.reference]
@@ -48,13 +48,6 @@ def test_the_page_names_the_settings_of_each_run() -> None:
             for key, value in re.findall(r"([a-z_.]+)=([^\s`]+)", variant.shown)
         }
         assert named | reference == variant.settings
-
-
-def test_runs_are_told_apart_by_colour_and_dash() -> None:
-    both = charts(FOUND)
-    assert [len(chart.curves) for chart in both] == [5, 2]
-    curves = [curve for chart in both for curve in chart.curves]
-    assert len({(curve.colour % len(COLOURS), curve.dash) for curve in curves}) == len(VARIANTS)
 
 
 def test_a_short_run_leaves_the_page_as_it_is() -> None:

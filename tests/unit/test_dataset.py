@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from datasets import Dataset
 from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
 
-from shardtune.data import dataset as dataset_module
 from shardtune.data.outcomes import Outcome
 
 
@@ -489,40 +485,3 @@ def test_arrays_are_mapped_not_read(model: Path, tmp_path: Path) -> None:
         assert (len(tokens), trained.sum()) == (train.lengths[i], train.trained_counts[i])
     with pytest.raises(IndexError):
         train[2]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "saved", "folder"])
-def test_reading_says_how_far_it_is(
-    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dataset_module, "_LOG_EVERY_S", 0)
-    records = [{"text": f"hello {i:05}"} for i in range(2048)]
-    data = tmp_path / kind
-    if kind == "saved":
-        Dataset.from_list(records).save_to_disk(data)
-    elif kind == "folder":
-        data.mkdir()
-        for name in ("a.parquet", "b.parquet"):
-            pq.write_table(pa.Table.from_pylist(records[:1024]), data / name)
-    elif kind == "parquet":
-        data = tmp_path / "a.parquet"
-        pq.write_table(pa.Table.from_pylist(records), data)
-    else:
-        lines = [json.dumps(record) for record in records]
-        if kind == "csv":
-            lines = ["text", *(record["text"] for record in records)]
-        data = tmp_path / f"a.{kind}"
-        text = "\n".join(lines).encode()
-        data.write_bytes(gzip.compress(text) if kind.endswith(".gz") else text)
-    said = [line for line in Run(model, data).lines if "records" in line]
-    is_table = kind in ("parquet", "saved", "folder")
-    assert len(said) == 4 and said[-1].endswith(" 2,048 records")
-    for line, n_read in zip(said, ("512", "1,024", "1,536", "2,048"), strict=True):
-        found = re.fullmatch(r"Data: ([\d,]+) of (about )?([\d,]+) records", line)
-        assert found and found[1] == n_read and (found[2] is None) == is_table
-        if not kind.endswith("gz"):  # of which more bytes are read than records
-            assert abs(int(found[3].replace(",", "")) - 2048) < (1 if is_table else 30)
-    first, *_ = Run(model, [{"path": str(data), "max_records": 600}]).lines
-    assert kind.endswith("gz") or first.endswith(
-        f"512 of {'' if is_table else 'about '}600 records"
-    )

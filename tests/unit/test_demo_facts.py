@@ -11,7 +11,6 @@ import pytest
 from conftest import REPOSITORY
 from helpers.configs import DEFAULTS
 
-from shardtune.__main__ import COMMANDS
 from shardtune.cluster import environment
 from shardtune.errors import DoesNotFit, Preempted, UserError
 from shardtune.run_files import METRICS
@@ -79,11 +78,3 @@ def test_answers_that_name_a_default_are_the_default() -> None:
 @pytest.mark.parametrize(("question", "answer"), TRUE.items())
 def test_answers_about_the_product_are_true(question: str, answer: str) -> None:
     assert dict(SHORT)[question] == answer
-
-
-def test_answers_that_name_a_file_or_a_command_name_one() -> None:
-    for question, answer in SHORT:
-        if question.startswith("Which command of shardtune "):
-            assert answer in COMMANDS, question
-        if question.startswith("Which launch script "):
-            assert f"NODE_RANK:-{question[-2]}" in (REPOSITORY / answer).read_text(), question

@@ -79,29 +79,6 @@ def test_a_resumed_run_without_room_is_told_how_it_keeps_its_checkpoint(
     assert way in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "models", "setting", "said"),
-    [
-        (6, 6, "checkpoint.keep=1", "the next one) and 6 GB of models. Make room for 9 GB mean"),
-        (0, 12, "checkpoint.keep=2", "will add 12 GB: 12 GB of models. Make room for 3 GB mean"),
-        (5, 0, "checkpoint.keep=2", "the next one). Make room for 6 GB meanwhile, or lower"),
-    ],
-)
-def test_what_a_disk_lacks_is_said_of_what_it_gets(
-    checkpoint: int, models: int, setting: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`checkpoints/` may be a link to a disk of its own. Fewer than one are not kept."""
-    setup_logging(True, True)
-    disk = Disk("runs/null/checkpoints", "node 0 (a)", 8, True, 9 * GB, 0, 0)
-    require_room(disk, checkpoint * GB, models * GB, 9, configured(setting), None)
-    printed = capsys.readouterr().out
-    assert (
-        "on node 0 (a), the disk of runs/null/checkpoints: 9 GB are free" in printed
-        and said in printed
-    )
-    assert ("lower checkpoint.keep" in printed) == ("lower" in said)
-
-
 def test_saves_that_are_left_are_those_that_are_due() -> None:
     """Each that is due at a multiple, and the last step's."""
     for every in range(5):
@@ -182,7 +159,6 @@ def test_node_0_alone_gets_the_models(tmp_path: Path) -> None:
     ("error", "said"),
     [
         (errno.ENOSPC, "40 GB of the disk of run/checkpoints, 27 GB more than it has free"),
-        (errno.EDQUOT, "40 GB of the disk of run/checkpoints, 27 GB more than it has free"),
         (errno.EIO, "'file'"),
     ],
 )

@@ -25,13 +25,8 @@ def problem(environment: Environment, start: str) -> str:
     ("changed", "start"),
     [
         ({"MASTER_ADDR": "no.such.name.invalid"}, "MASTER_ADDR is 'no.such.name.invalid', which d"),
-        ({"MASTER_ADDR": "127.0.0..1"}, "MASTER_ADDR is '127.0.0..1', which does not resolve to a"),
         ({"MASTER_ADDR": "192.0.2.1"}, "MASTER_ADDR 192.0.2.1 is not an address of node 0, which"),
         ({"NCCL_SOCKET_IFNAME": "eth7"}, "NCCL_SOCKET_IFNAME is 'eth7', and this node has no such"),
-        (
-            {"NCCL_SOCKET_IFNAME": "^lo"},
-            "NCCL_SOCKET_IFNAME is '^lo', and this node has no such in",
-        ),
         ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is '0' - set it to a whole number from 1 to 9999"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1' - set it to a whole number from 0 to 9999"),
         ({"NODE_RANK": "one"}, "NODE_RANK is 'one' - set it to a whole number from 0 to 99998"),
@@ -57,11 +52,6 @@ def test_disks_without_room_for_temporary_files_are_refused(
 @pytest.mark.parametrize(
     ("argument", "start"),
     [
-        (
-            "data.train=/no/such/train.jsonl",
-            "data.train=/no/such/train.jsonl: no such file or directory that this user can read "
-            "(the directory /no does not exist) - correct",
-        ),
         ("data.train=train.jsonl", "data.train=train.jsonl: no such file or directory"),
         ("model.path=/nowhere/model", "model.path=/nowhere/model: no such file or directory"),
         ("run.dir=/dev/null/run", "run.dir=/dev/null/run: /dev/null cannot be written - "),
@@ -97,11 +87,3 @@ def test_an_interface_that_is_down_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
     line = problem(read_environment(LOOPBACK, []), "NCCL_SOCKET_IFNAME is 'lo', and that inter")
     assert " - `ip link set lo up` as root" in line
-
-
-def test_an_address_with_octal_digits_is_said_as_it_is_read() -> None:
-    """The digits of a number that begins with 0 are octal."""
-    environment = read_environment(LOOPBACK | {"MASTER_ADDR": "127.0.0.010"}, [])
-    assert environment.master_ip == "127.0.0.8"
-    assert environment.master_named == "127.0.0.010 (127.0.0.8)"
-    assert read_environment(LOOPBACK, []).master_named == "127.0.0.1"

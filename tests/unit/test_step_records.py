@@ -120,18 +120,6 @@ def test_without_a_run_one_rank_takes_the_rows(
     assert {row["data_rank"] for row in rows} == {0}
 
 
-def test_the_records_of_a_step_are_pictured(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = f"{folder}/run.yaml"
-    assert run(["inspect-data", "--config", config, "--step", "4", "--records", "2"]) == 0
-    title, *lines = capsys.readouterr().out.splitlines()
-    assert title.startswith(f"Step 4, epoch 1, as {folder}/run took it from its start at step 3: ")
-    headings = [line for line in lines if line.startswith("Data rank 0, micro-batch 0, row ")]
-    assert len(headings) == 2 and all(": record " in line for line in headings)
-    assert "⟦" in "".join(lines)
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import json
 import re
 from pathlib import Path
@@ -219,14 +218,6 @@ def test_rows_that_are_too_long_are_cut_as_texts_are(
     assert any("records longer than data.max_length=8, " in line for line in run.prepared.lines)
 
 
-def test_rows_that_train_nothing_are_dropped(model: Path, tmp_path: Path) -> None:
-    silent = {"input_ids": [5, 6], "labels": [5, -100]}
-    run = Run(model, write(tmp_path / "a.jsonl", [silent, ROW, {"input_ids": [5], "labels": [5]}]))
-    assert len(rows(run)) == 1
-    warning = "data.train: WARNING: records without a token to train, dropped: 2"
-    assert warning in run.prepared.lines
-
-
 def test_inspect_data_decodes_the_tokens(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,12 +229,6 @@ def test_inspect_data_decodes_the_tokens(
     assert run_command([*command, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["input_ids"], shown["trained"]) == (ids, trained)
-    assert run_command(command) == 0
-    picture = capsys.readouterr().out.replace("│", "")
-    assert "⟦fine<|im_end|>⟧" in picture and "user⏎\nhello" in picture
-    assert run_command([*command, "--html", str(tmp_path / "page.html")]) == 0
-    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert "hello" in page and "the data's labels or loss_mask leave it out" in page
 
 
 @pytest.mark.parametrize("name", ["seq_lengths", "cu_seqlens"])
