@@ -175,6 +175,26 @@ class Layout:
         """The dtype of sharded gradients: of masters or of reduced ones, whichever is wider."""
         return max(self.master_dtype, self.reduce_dtype, key=lambda name: BYTES[name])
 
+    @property
+    def optimizer_bytes(self) -> float:
+        """The bytes of the optimizer's states of an element, on the device or its host."""
+        from shardtune.optimizers.rules import find_rule  # and torch, which agents do not load
+
+        return find_rule(self.optimizer, self.master_dtype).bytes_per_element(self.master_dtype)
+
+    @property
+    def host_master_bytes(self) -> int:
+        """The bytes of an element's master in host memory: the device may have it itself."""
+        is_there = self.offloads and self.device_dtype != self.master_dtype
+        return BYTES[self.master_dtype] * is_there
+
+    @property
+    def host_bytes(self) -> float:
+        """The bytes of an element's master, states and gradient in host memory."""
+        if not self.offloads:
+            return 0
+        return self.host_master_bytes + self.optimizer_bytes + BYTES[self.gradient_dtype]
+
     def in_flight(self, stage: int) -> int:
         """Return how many forwards of a stage wait for their backward at most."""
         return min(self.stages - stage, self.micro_batches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardtune.distributed.layout import BYTES, Layout
-from shardtune.optimizers.rules import find_rule
 from shardtune.planner.machine import Machine
 from shardtune.training.host_states import PIECE, PIECES
 from shardtune.training.reshard import ReshardPolicy
@@ -38,7 +37,8 @@ def host_link(trained: float, policy: ReshardPolicy, layout: Layout) -> HostLink
     """Return what a rank copies that updates so many elements."""
     if not layout.offloads:
         return HostLink()
-    gradient, states = (trained * n for n in _bytes(layout))
+    gradient = trained * BYTES[layout.gradient_dtype]
+    states = trained * layout.host_bytes - gradient
     replicas_meet_once = layout.replicate > 1 and policy.keep_sums
     is_once = policy.keep_gradients or replicas_meet_once
     times = 1 if is_once else layout.micro_batches
@@ -49,26 +49,11 @@ def host_link(trained: float, policy: ReshardPolicy, layout: Layout) -> HostLink
 
 def host_states_bytes(trained: float, layout: Layout) -> float:
     """Return the host memory of a rank that updates so many elements."""
-    if not layout.offloads:
-        return 0.0
     # Until they are pinned, each replica has read all of its masters.
-    read = (1 + layout.replicate) * _master_bytes(layout)
-    return trained * max(sum(_bytes(layout)), read)
+    read = (1 + layout.replicate) * layout.host_master_bytes
+    return trained * max(layout.host_bytes, read)
 
 
 def pieces_bytes(largest: int, layout: Layout) -> int:
     """Return the device's memory for pieces of an update. `largest`: a weight's elements."""
-    if not layout.offloads:
-        return 0
-    return round(PIECES * min(largest, PIECE) * sum(_bytes(layout)))
-
-
-def _bytes(layout: Layout) -> tuple[int, float]:
-    """Return the bytes of an element's gradient, and of its states in host memory."""
-    states = find_rule(layout.optimizer, layout.master_dtype).bytes_per_element(layout.master_dtype)
-    return BYTES[layout.gradient_dtype], states + _master_bytes(layout)
-
-
-def _master_bytes(layout: Layout) -> int:
-    """Return the bytes of an element's master in host memory: the device may have it itself."""
-    return BYTES[layout.master_dtype] if layout.device_dtype != layout.master_dtype else 0
+    return round(PIECES * min(largest, PIECE) * layout.host_bytes)

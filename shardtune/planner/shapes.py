@@ -21,7 +21,6 @@ from shardtune.model.context_check import context_problems
 from shardtune.model.experts import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
-from shardtune.optimizers.rules import find_rule
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Collective
 from shardtune.training.reshard import KeptBytes, ReshardPolicy, decide, room_beside
@@ -230,15 +229,13 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     whole, largest = _sum([sizes.layers, sizes.around]), sizes.largest
     compute_bytes, reduce_bytes = BYTES[layout.compute_dtype], BYTES[layout.reduce_dtype]
     stored_bytes, gradient_bytes = BYTES[layout.master_dtype], BYTES[layout.gradient_dtype]
-    rule = find_rule(layout.optimizer, layout.master_dtype)
-    moment_bytes = rule.bytes_per_element(layout.master_dtype)
     trained = whole.trained_dense + whole.trained_experts
     frozen = whole.dense + whole.experts - trained
     states = (BYTES[layout.updated_dtype] * trained + compute_bytes * frozen) / shards
     if layout.offloads:  # of a layer, and of the one before
         states += 2 * gradient_bytes * (largest.dense + largest.experts) / stage_ranks
     else:
-        states += (gradient_bytes + moment_bytes) * trained / stage_ranks
+        states += (gradient_bytes + layout.optimizer_bytes) * trained / stage_ranks
 
     is_alike = stored_bytes == compute_bytes == reduce_bytes
     trained_too = stage_ranks > 1 or layout.offloads or not is_alike
