@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.model import documents
 from shardtune.model.build import build_model
+from shardtune.model.experts import stacked_experts
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.tiles import tile_layers
 
@@ -40,6 +42,22 @@ def test_tiles_have_the_gradients_of_whole_rows(
     ranks: int, family: str, assignments: list[str], tmp_path: Path
 ) -> None:
     finish(on_ranks(ranks, _compare, family, assignments, cwd=tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_stacked_experts_get_a_tile_of_the_tokens_at_a_time(family: str) -> None:
+    model, tokens, ids = build(family), list[int](), torch.arange(1, 32)[None]
+    expected = model(ids).logits
+    for _, experts, _ in stacked_experts(model):
+
+        def noted(rows: torch.Tensor, *given: Any, run: Any = experts.forward) -> Any:
+            tokens.append(len(rows))
+            return run(rows, *given)
+
+        experts.forward = noted
+    tile_layers(model, TILES)
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert {*tokens} == {11, 10}
 
 
 def _compare(family: str, assignments: list[str]) -> None:
