@@ -69,11 +69,6 @@ def writes_less(count: int) -> Effect:
     return partial(_write_less, count)
 
 
-def sleeps(seconds: float) -> Effect:
-    """Delay the call on this thread."""
-    return partial(_send, partial(time.sleep, seconds))
-
-
 def kills() -> Effect:
     """End this rank as `kill -9` does, before the call."""
     return partial(_send, partial(_signal, signal.SIGKILL))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distTest.rehearse.namespaces import Node
-from helpers.commands import REPOSITORY
 
 CHOOSING = (
     "VIRTUAL_ENV",
@@ -109,11 +107,6 @@ def no_network(master: Machine, worker: Machine) -> None:
     worker.ip(f"address add 192.168.77.51/24 dev {worker.node.interface}")
 
 
-def nobody_has_the_address(master: Machine, worker: Machine) -> None:
-    both((master, worker), JOIN_TIMEOUT="8")
-    master.ip(f"link set {master.node.interface} down")
-
-
 def interface_down(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="6")
     worker.ip(f"link set {worker.node.interface} down")
@@ -138,13 +131,6 @@ def other_ports(at: int, lose: Callable[..., None]) -> Prepare:
             machines[at].accept("ipproto tcp sport 29600")
 
     return prepare
-
-
-def port_rejected(master: Machine, worker: Machine) -> None:
-    both((master, worker), JOIN_TIMEOUT="8")
-    own_routing_rules(master)
-    master.accept("ipproto tcp dport 22")
-    master.reject("ipproto tcp")
 
 
 def slow_link(master: Machine, worker: Machine) -> None:
@@ -175,33 +161,8 @@ def address_nobody_reaches(master: Machine, worker: Machine) -> None:
     worker.ip(f"route add 10.11.7.0/24 dev {interface} src 10.11.7.51")
 
 
-def setting_of_the_worker(**settings: str) -> Prepare:
-    return lambda master, worker: worker.settings.update(settings)
-
-
 def two_masters(master: Machine, worker: Machine) -> None:
     worker.script = master.script
-
-
-def other_code(master: Machine, worker: Machine) -> None:
-    copy = worker.folder / "clone"
-    shutil.copytree(REPOSITORY / "shardtune", copy / "shardtune")
-    for file in REPOSITORY.glob("*.*"):
-        if file.suffix in (".py", ".sh", ".yaml"):
-            shutil.copy(file, copy / file.name)
-    with (copy / "shardtune/model/loss.py").open("a", encoding="utf-8") as file:
-        file.write("# changed here\n")
-    worker.script = copy / "launch_node1.sh"
-
-
-def other_version(master: Machine, worker: Machine) -> None:
-    """The version is that of the metadata."""
-    info = worker.folder / "packages/transformers-4.0.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n", encoding="utf-8"
-    )
-    worker.settings["PYTHONPATH"] = str(info.parent)
 
 
 def clock_ahead(master: Machine, worker: Machine) -> None:
@@ -274,12 +235,6 @@ FAULTS = [
         "(10.11.7.50:29600 does not answer (Network is unreachable))",
     ),
     Fault(
-        "nobody has the address",
-        nobody_has_the_address,
-        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down",
-        "(10.11.7.50:29600 does not answer (No route to host))",
-    ),
-    Fault(
         "interface down",
         interface_down,
         "did not come to node 0",
@@ -288,12 +243,6 @@ FAULTS = [
     Fault(
         "port blocked",
         port_blocked,
-        "`nc -vz 10.11.7.50 29600` there",
-        "nothing answers at MASTER_ADDR 10.11.7.50",
-    ),
-    Fault(
-        "port rejected",
-        port_rejected,
         "`nc -vz 10.11.7.50 29600` there",
         "nothing answers at MASTER_ADDR 10.11.7.50",
     ),
@@ -317,20 +266,10 @@ FAULTS = [
         "of 192.168.77.51 (Network is unreachable): ports other than MASTER_PORT are blocked",
     ),
     Fault(
-        "no such interface",
-        setting_of_the_worker(NCCL_SOCKET_IFNAME="eth7"),
-        "name one of lo (127.0.0.1), enp26s0np0 (10.11.7.51)",
-    ),
-    Fault(
         "two masters",
         two_masters,
         "two nodes call themselves node 0: node0 (10.11.7.50) and node1 (10.11.7.51)",
         is_quick=True,
-    ),
-    Fault(
-        "forgotten nnodes",
-        setting_of_the_worker(NNODES="1"),
-        "NNODES is 2 on node 0 (node0) and 1 on node 1 (node1)",
     ),
     Fault(
         "a name of loopback",
@@ -343,12 +282,6 @@ FAULTS = [
         "port 29600 of node 0 (node0) is taken by process",
         "something answers at 10.11.7.50:29600 that is not the preflight of node 0",
         is_quick=True,
-    ),
-    Fault("other code", other_code, "shardtune/model/loss.py is"),
-    Fault(
-        "other version",
-        other_version,
-        "transformers is 5.23.0 on node 0 (node0) and 4.0.0 on node 1 (node1)",
     ),
     Fault("clock", clock_ahead, "the clock of node 1 (node1) is 100."),
     Fault(

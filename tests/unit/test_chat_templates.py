@@ -399,15 +399,6 @@ def qwen(role: str, text: str = "") -> str:
 NO_THINK = "<think>\n\n</think>\n\n"
 THINKING = {
     # By hand from the templates: the text of each sequence with ‹what is trained›.
-    ("glm4moe", True, "plain"): [
-        "[gMASK]<sop>" + glm("Qone", True) + "‹\n<think></think>\nAone<|user|>›"
-    ],
-    ("glm4moe", True, "reasoned"): [
-        "[gMASK]<sop>" + glm("Qone", True) + "‹\n<think>Tone</think>\nAone<|user|>›"
-    ],
-    ("glm4moe", False, "plain"): [
-        "[gMASK]<sop>" + glm("Qone", False) + "\n<think></think>‹\nAone<|user|>›"
-    ],
     ("glm4moe", False, "reasoned"): None,
     ("glm4moe", True, "two"): [
         "[gMASK]<sop>"
@@ -428,15 +419,8 @@ THINKING = {
         + glm("Qtwo", True)
         + "‹\n<think>Ttwo</think>\nAtwo<|user|>›",
     ],
-    ("glm4moe", False, "two reasoned"): None,
     ("qwen3", True, "plain"): [
         qwen("user", "Qone") + qwen("assistant") + f"‹{NO_THINK}Aone<|im_end|>›\n"
-    ],
-    ("qwen3", True, "reasoned"): [
-        qwen("user", "Qone") + qwen("assistant") + "‹<think>\nTone\n</think>\n\nAone<|im_end|>›\n"
-    ],
-    ("qwen3", False, "plain"): [
-        qwen("user", "Qone") + qwen("assistant") + f"{NO_THINK}‹Aone<|im_end|>›\n"
     ],
     ("qwen3", False, "reasoned"): None,
     ("qwen3", False, "two"): [
@@ -455,7 +439,6 @@ THINKING = {
         + qwen("assistant")
         + "‹<think>\nTtwo\n</think>\n\nAtwo<|im_end|>›\n",
     ],
-    ("qwen3", False, "two reasoned"): None,
 }
 TALKS = {"plain": CASES["single"], "reasoned": REASONED, "two": TWO, "two reasoned": TWO_REASONED}
 
