@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
-from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
 from shardtune.config import RECORD_FIELDS
 from shardtune.data.messages import MARKS, REASONING_KEYS
@@ -28,12 +28,8 @@ def follow(command: str, folder: Path) -> None:
 WORDS = ["it's", 'the "one"', "both ' and \"", "plain", "a\\'b", "ünlike"] * 5
 MANY = [
     pytest.param([{f"{word} {i}": 1, "id": i} for i, word in enumerate(WORDS)], id="fields"),
-    pytest.param(
-        [{"conversations": [{word: 1, "from": "human"}]} for word in WORDS], id="fields of turns"
-    ),
     pytest.param([chat(text, tools=text) for text in ("[", "{", '{"a"', "[1", "[]]")], id="tools"),
     pytest.param([chat([{"text": [word]}]) for word in WORDS], id="contents"),
-    pytest.param([calling({"name": "f", "arguments": [word]}) for word in WORDS], id="arguments"),
     pytest.param([{"messages": [{"role": word, "content": None}]} for word in WORDS], id="roles"),
 ]
 
@@ -60,10 +56,6 @@ def test_what_a_template_says_of_each_record_folds(tmp_path: Path) -> None:
         record["messages"][0]["name"] = word
     said = problems_of(model, write(tmp_path / "a.jsonl", records))
     assert len(said) == 2 and "more like it" in said[0], said
-    prompt = "{% if add_generation_prompt %}{{ messages[-1].content }} ends here:{% endif %}"
-    model = save_model(tmp_path / "other", TEMPLATE.partition("{% if add")[0] + prompt)
-    said = problems_of(model, write(tmp_path / "b.jsonl", [chat(word) for word in WORDS]))
-    assert len(said) == 2 and "the generation prompt of" in said[0], said
 
 
 @pytest.mark.parametrize("name", ["a.ndjson", "a.ndjson.gz", "folder/a.ndjson"])
@@ -119,7 +111,6 @@ def test_the_command_removes_the_broken_lines(model: Path, tmp_path: Path) -> No
         ("a.jsonl", 300, 11, ', or leave them out with "data.on_broken={drop: 0.04}"'),
         ("a.json", 30, 1, ', or leave them out with "data.on_broken={drop: 0.04}"'),
         ("a.jsonl.gz", 200, 1, ", or leave them out with data.on_broken=drop"),
-        ("a.jsonl", 0, 3, ""),
         ("a.jsonl", 60, 40, ""),
     ],
 )

@@ -64,16 +64,11 @@ def test_marks_of_other_tools_leave_answers_untrained(
         ({"loss": True, "masked": True}, "loss and masked contradict each other - write one"),
         ({"train_detail": []}, "messages[1] (assistant) has train_detail, which marks characters"),
         ({"role": "asistant"}, "messages[1].role is 'asistant' - write assistant, or"),
-        ({"role": "assistants"}, "messages[1].role is 'assistants' - write assistant, or"),
         ({"role": "tooll"}, "messages[1].role is 'tooll' - write tool, or"),
-        ({"role": "uesr"}, "messages[1].role is 'uesr' - write user, or"),
-        ({"role": "systen"}, "messages[1].role is 'systen' - write system, or"),
         ({"role": "tool_calls"}, "messages[1].role is 'tool_calls' - write tool_call"),
         ({"tool_call": {"name": "f"}}, "a message has tool_call, which the chat template of"),
-        ({"functions": [{"name": "f"}]}, "a message has functions, which the chat template of"),
         ({"function_call": {"name": "f"}, "tool_calls": [{}]}, "has function_call and tool_calls"),
         ({"function_call": {"name": "f", "arguments": "{"}}, "arguments is '{' - write a JSON"),
-        ({"function_call": {"name": "f", "arguments": "[1]"}}, "arguments is '[1]' - write a JSON"),
         ({"role": "tool_call"}, "messages[1].content is 'Yes.' - write a JSON object as"),
         ({"content": [{"type": "text", "value": "a"}]}, "has parts with value in place of text"),
     ],
@@ -162,13 +157,6 @@ def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path: 
         assert any(said in line for line in run.prepared.lines) == is_text
 
 
-def test_a_template_that_reads_keys_gets_objects(models: dict[str, Path], tmp_path: Path) -> None:
-    message = turn("assistant", "", tool_calls=calls(FUNCTION))
-    file = write(tmp_path / "a.jsonl", [{"messages": [QUESTIONS[0], message]}])
-    run = Run(models["gemma4"], file, template_options={"enable_thinking": True})
-    assert "call:rain{city:" in trained(run)[0]
-
-
 def test_tools_are_wrapped_where_the_template_takes_no_others(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -238,7 +226,7 @@ REFUSED = [
     ({"prompt": "q", "completion": "a", "tools": "[{}]"}, ["instruction", "tools: null"]),
     ({"text": "t", "system_prompt": "s"}, ["system_prompt: null"]),
     ({"text": "t", "role": "prompter"}, ["role: null"]),
-    ({**chat("q"), "label": False}, ["label: null"]),
+    ({**chat("q"), "label": 0}, ["label: null"]),
     ({"prompt": "q", "completion": "a", "kto_tag": False}, ["kto_tag: null"]),
     ({"input": chat("q")["messages"][:1], "output": "a"}, ["prompt: input, completion: output"]),
 ]
@@ -255,11 +243,6 @@ def test_what_a_form_does_not_use_is_refused_with_columns_that_work(
     for columns, remedy in zip(found, remedies, strict=True):
         assert remedy in columns
         assert Run(models["qwen2_5"], file, columns=yaml.safe_load(columns)).texts()
-
-
-def test_numbers_are_labels_too(models: dict[str, Path], tmp_path: Path) -> None:
-    (said, _) = problems_of(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", label=0)]))
-    assert "has label: 0, which marks a bad answer" in said
 
 
 def test_tables_hold_prompts_as_json_text(models: dict[str, Path], tmp_path: Path) -> None:
@@ -323,11 +306,6 @@ def test_functions_beside_messages_are_tools(models: dict[str, Path], tmp_path: 
         for name in ("tools", "functions")
     ]
     assert '"name": "rain"' in runs[0].texts()[0][0] and runs[0].texts() == runs[1].texts()
-
-
-def test_good_answers_are_trained_without_a_word(models: dict[str, Path], tmp_path: Path) -> None:
-    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", label=True)]))
-    assert "label" not in str(run.prepared.lines)
 
 
 def test_columns_and_roles_reach_into_turns(models: dict[str, Path], tmp_path: Path) -> None:

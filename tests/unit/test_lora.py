@@ -226,18 +226,18 @@ def test_a_decoder_that_is_a_head_has_the_layers_of_the_whole_model() -> None:
     assert {t.in_layer for t in choose_targets(model, LoraConfig(rank=2))} >= {"attn.q_proj"}
 
 
-def test_a_model_without_a_layer_for_adapters_is_refused_without_a_name() -> None:
-    """Falcon's linear layers are of a class of its own."""
-    config = AutoConfig.for_model("falcon", num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("family", "targets", "refusal"),
+    [
+        ("falcon", "all-linear", r"FalconLinear.* - set lora.rank=null"),  # a class of its own
+        ("llama", "experts", "experts means no layer of llama - use "),
+    ],
+)
+def test_targets_that_mean_no_layer_are_refused(family: str, targets: str, refusal: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match=r"FalconLinear.* - set lora.rank=null"):
-        choose_targets(model, LoraConfig(rank=2))
-
-
-def test_experts_of_a_model_without_any_are_refused() -> None:
-    with pytest.raises(UserError, match="experts means no layer of llama - use "):
-        choose_targets(build("llama"), LoraConfig(rank=2, targets="experts"))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
+    with pytest.raises(UserError, match=refusal):
+        choose_targets(model, LoraConfig(rank=2, targets=targets))
 
 
 @pytest.mark.parametrize(

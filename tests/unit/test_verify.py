@@ -30,14 +30,6 @@ def verified(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, out, err.splitlines()
 
 
-def test_an_intact_checkpoint_is_said_to_be_intact(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, errors = verified(saved, capsys)
-    assert (code, errors) == (0, [])
-    assert out == "checkpoint_0000002: intact, 4 files, 0.00 GB\n"
-
-
 def test_each_bad_file_has_a_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (saved / f"rank_0000{rank}.safetensors" for rank in (0, 1))
     first.write_bytes(first.read_bytes() + b"\0")
@@ -109,13 +101,7 @@ def test_verify_reads_each_byte_once(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"[]",
-        b"[" * 100_000,
-        listing_json({"checkpoint": {}}),
-        listing_json({"format": 2, "files": {}}),
-    ],
+    "content", [b"[]", listing_json({"checkpoint": {}}), listing_json({"format": 2, "files": {}})]
 )
 def test_an_export_json_that_cannot_be_used_is_named(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
