@@ -44,6 +44,8 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     model: Path, tmp_path: Path
 ) -> None:
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
+    text = train.read_text(encoding="utf-8") + "\n" * (1 << 20)  # a longer one will begin so
+    train.write_text(text, encoding="utf-8")
     first = Run(model, train)
     assert first.lines[-1].startswith("Data: tokenized in ")
     train = train.rename(tmp_path / "renamed.jsonl")
@@ -57,8 +59,7 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
         Run(dated, train),
         Run(dated, train, date="2026-02-01"),
     ]
-    with train.open("a", encoding="utf-8") as file:  # a longer one in its place, alike for 1 MiB
-        file.write("\n" * (1 << 20) + json.dumps(chat("hello", "World")))
+    train.write_text(f"{text}{json.dumps(chat('hello', 'World'))}\n", encoding="utf-8")
     changed.append(Run(model, train))
     assert len({run.entry for run in [first, *changed]}) == 5
     assert first.prepared.key not in {run.prepared.key for run in changed}

@@ -76,6 +76,7 @@ def test_adapters_equal_pefts_and_merge(
             assert torch.count_nonzero(factor) == (0 if name.endswith("B") else factor.numel())
             if name.endswith("B"):
                 factor.copy_(torch.randn_like(factor) * 0.1)
+    assert len({factor.flatten()[0].item() for factor in factors.values()}) == len(factors)
     ids = torch.arange(40).view(2, 20)
     expected = model(input_ids=ids, labels=ids)
     expected.loss.backward()
