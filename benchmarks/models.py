@@ -1,4 +1,4 @@
-"""What every causal architecture of transformers can do here, in docs/models.md.
+"""What every causal architecture of transformers can do here, in docs/models.csv.
 
 A tiny model of each is put to what a run asks before it starts: one process, float32, the CPU.
 Writes benchmarks/models.json and the tables of the page, about ten minutes on two cores.

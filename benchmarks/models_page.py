@@ -1,7 +1,9 @@
-"""Write the tables of docs/models.md from what `models` and `runs` have found."""
+"""Write docs/models.csv, and the counts in docs/models.md, from what `models` and `runs` found."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections import Counter
@@ -10,16 +12,16 @@ from typing import Any
 
 import transformers
 
-from benchmarks.tables import table
 from distTest.workloads.script import REPOSITORY
 
-PAGE, RESULTS = REPOSITORY / "docs/models.md", REPOSITORY / "benchmarks/models.json"
+PAGE, TABLE = REPOSITORY / "docs/models.md", REPOSITORY / "docs/models.csv"
+RESULTS = REPOSITORY / "benchmarks/models.json"
 RUNS = REPOSITORY / "benchmarks/runs.json"
 LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
 Row = dict[str, Any]
 _MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
 _COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "experts spread"]
-_HEADER = f"| {' | '.join([*_COLUMNS, 'rows shared', 'MFU', 'LoRA', 'causes'])} |"
+_COLUMNS += ["rows shared", "MFU", "LoRA", "causes"]
 _RUNS = ("1 rank", "2 ranks", "2 stages", "experts spread", "rows shared")
 EXACT = 1e-6  # distance of a loss or a norm
 _ROWS = {
@@ -37,32 +39,29 @@ _TITLES = {
     "context": "shared",
 }
 _LEFT_OUT = {
-    "refused": "Refused by name, with a tiny model too:",
-    "fails": "Fail, and are not refused in time:",
-    "not causal": "Not causal language models by their default configuration:",
-    "not built": "No tiny model of these could be built:",
+    "refused": "refused",
+    "fails": "fails",
+    "not causal": "not causal by default",
+    "not built": "no tiny model",
 }
 
 
 def write_page() -> None:
-    """Write the page again from the files of results."""
+    """Write the table and the counts again from the files of results."""
     found, runs = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RUNS))
-    PAGE.write_text(with_tables(PAGE.read_text("utf-8"), found, runs), encoding="utf-8")
+    PAGE.write_text(with_counts(PAGE.read_text("utf-8"), found, runs), encoding="utf-8")
+    TABLE.write_text(as_csv(found, runs), encoding="utf-8")
 
 
-def with_tables(text: str, found: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
-    """Return the page with the tables of these results between its markers."""
+def with_counts(text: str, found: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
+    """Return the page with the counts of these results between its markers."""
     begin, end = _MARKERS
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n" + "\n".join(_lines(found, runs)) + f"\n{end}{after}"
-
-
-def _lines(found: Mapping[str, Row], runs: Mapping[str, Row]) -> list[str]:
     tried = {kind: row for kind, row in found.items() if "rows" in row}
     rows = Counter(row["rows"] for row in tried.values())
     worst = max(row["gradients off"] for row in tried.values())
-    return [
+    counts = (
         f"transformers {transformers.__version__} opens {len(found)} model types for text. Of "
         f"{len(tried)} a tiny model could be built that predicts the next token from those before: "
         f"{rows['flat']} attend in flat rows, {rows['by layer']} in flat rows with one call of "
@@ -71,19 +70,26 @@ def _lines(found: Mapping[str, Row], runs: Mapping[str, Row]) -> list[str]:
         f"{', '.join(map(str, LENGTHS))} tokens are within {worst:.0e} of those of a loop over "
         f"documents, relative to their norm. Losses of runs are within {_worst(runs, 'loss')} of "
         f"those of the loop, exported weights within {_worst(runs, 'weights')}. Windows are "
-        "narrower than documents; an indexer chooses all keys.",
-        "",
-        *table(_HEADER, [_table_row(kind, row, runs.get(kind, {})) for kind, row in tried.items()]),
-        *(
-            line
-            for what, title in _LEFT_OUT.items()
-            if (kinds := {kind: row[what] for kind, row in found.items() if what in row})
-            for line in _left_out(title, kinds)
-        ),
-    ]
+        "narrower than documents; an indexer chooses all keys."
+    )
+    return f"{before}{begin}\n\n{counts}\n\n{end}{after}"
 
 
-def _table_row(kind: str, row: Row, runs: Row) -> str:
+def as_csv(found: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
+    """Return the table, a line for each model type."""
+    file = io.StringIO()
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(_COLUMNS)
+    for kind, row in found.items():
+        if "rows" in row:
+            lines.writerow(_table_row(kind, row, runs.get(kind, {})))
+        for what in _LEFT_OUT.keys() & row.keys():
+            unknown = [""] * (len(_COLUMNS) - 3)
+            lines.writerow([kind, _LEFT_OUT[what], *unknown, _words(row[what], kind)])
+    return file.getvalue()
+
+
+def _table_row(kind: str, row: Row, runs: Row) -> list[str]:
     causes = [("rows", row["cannot pack"] or _cause(row["attention"]))]
     causes += [(name, row[name]) for name in ("mfu", "spread", "lora", "stages", "context")]
     if row["rows"] == "flat":
@@ -100,8 +106,7 @@ def _table_row(kind: str, row: Row, runs: Row) -> str:
     distances = ["no" if off is None else f"{off:.0e}" for off in offs.values()]
     if not row["experts"]:
         distances[list(offs).index("experts spread")] = ""
-    cells = [f"`{kind}`", _ROWS[row["rows"]], *distances, *marks, "; ".join(said)]
-    return f"| {' | '.join(cells)} |"
+    return [kind, _ROWS[row["rows"]], *distances, *marks, "; ".join(said)]
 
 
 def _worst(runs: Mapping[str, Row], what: str) -> str:
@@ -124,13 +129,6 @@ def _cause(attention: str) -> str:
 
 def _words(text: str, kind: str) -> str:
     """Return the first clause of a refusal, without the key and the name of the model."""
-    clause = text.partition(" - ")[0].replace("|", "/")
+    clause = text.partition(" - ")[0]
     clause = re.sub(r"^(parallel|lora|model|data)\.[a-z_]+(=\S+)?:? ", "", clause)
     return re.sub(rf"^{re.escape(kind)} ", "", re.sub(r"/tmp/\w+", "a folder", clause))
-
-
-def _left_out(title: str, kinds: Mapping[str, str]) -> list[str]:
-    by_words: dict[str, list[str]] = {}
-    for kind, text in kinds.items():
-        by_words.setdefault(_words(text, kind), []).append(f"`{kind}`")
-    return [title, "", *(f"- {', '.join(kinds)}: {words}" for words, kinds in by_words.items()), ""]

@@ -1,4 +1,4 @@
-"""How far runs of a tiny model of each architecture are from a plain loop, in docs/models.md.
+"""How far runs of a tiny model of each architecture are from a plain loop, in docs/models.csv.
 
 Each is trained by train_fsdp.py for three steps: on one rank, on two and in two stages, packed and
 not, and packed with experts spread over two ranks, and on two that share each row. The loop takes

@@ -1,4 +1,4 @@
-"""The table of architectures in docs/models.md says what the code does."""
+"""The table of architectures in docs/models.csv says what the code does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from conftest import REPOSITORY
 
 from benchmarks.models import architectures, in_own_process
-from benchmarks.models_page import EXACT, PAGE, RESULTS, RUNS, with_tables
+from benchmarks.models_page import EXACT, PAGE, RESULTS, RUNS, TABLE, as_csv, with_counts
 from benchmarks.runs import relative, runs_of
 
 # Experts with a state, sinks, keys that are not tokens, logits that are changed in place, layers
@@ -37,7 +37,8 @@ NUMBERS = {"loss off": 2e-6, "gradients off": 1e-5}
 def test_the_page_has_the_rows_that_were_found() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert list(FOUND) == architectures()
-    assert with_tables(text, FOUND, TRAINED) == text
+    assert with_counts(text, FOUND, TRAINED) == text
+    assert as_csv(FOUND, TRAINED) == TABLE.read_text(encoding="utf-8")
 
 
 def test_most_rows_are_flat_and_all_are_exact() -> None:
