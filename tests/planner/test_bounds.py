@@ -110,6 +110,14 @@ def test_a_bound_has_the_traffic_of_a_simulated_step(
         assert received == pytest.approx(expected, rel=0.1 if len(bound.traffic) > 1 else 0.001)
 
 
+def test_each_rank_that_shares_rows_gets_the_key_heads_that_it_needs() -> None:
+    """Each of four ranks gets two of eight heads, and a copy of one of two key heads."""
+    plan = bound_plan(configured("parallel.context=4"), LLAMA, Machine(1, 4, 8e9, 1, 1, 1))
+    sent = {each.kind: size for each, size in plan.traffic[0].items()}
+    # In bfloat16 queries, keys, values and outputs of 64 tokens, and their gradients.
+    assert sent["all-to-all"] == 2 * 2 * 64 * LLAMA.num_hidden_layers * 32 * (8 + 4 + 4 + 8)
+
+
 def test_a_bound_receives_once_what_is_kept() -> None:
     def received(memory_bytes: float) -> dict[str, int]:
         machine = Machine(1, 2, memory_bytes, 1, 1, 1)

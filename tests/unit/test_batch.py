@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from shardtune.config import DataConfig
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
+from shardtune.distributed.layout import Layout
 from shardtune.model.loss import summed_loss
 
 
@@ -63,7 +64,7 @@ def test_a_padded_batch_has_a_row_for_each_document(three: TokenDataset) -> None
 def test_each_rank_that_shares_a_row_has_a_slice_of_it(three: TokenDataset) -> None:
     slices = [listed(build_batch(three, [2, 0, 1], True, (number, 4))) for number in range(4)]
     whole = {"attention_mask": None, "lengths": [4, 3, 2], "boundaries": [0, 4, 7, 9]}
-    whole["slices"] = [3, 2, 2, 2]
+    whole["slices"] = [Layout(4, context=4, max_length=9).tokens_per_rank, 2, 2, 2]
     own = [
         ([31, 32, 33], [0, 1, 2], [1], [33]),
         ([34, 11], [3, 0], [1], [12]),

@@ -30,9 +30,9 @@ SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hid
         ("mixtral", {"num_local_experts": 6}, 3, None),
         (
             "mixtral",
-            {"num_local_experts": 6, "intermediate_size": 10},
+            {"num_local_experts": 9, "intermediate_size": 10},
             3,
-            "4 ranks share 2 experts of mixtral, and neither these nor their width, 10, can be cut "
+            "4 ranks share 3 experts of mixtral, and neither these nor their width, 10, can be cut "
             "into 4 - use a larger parallel.replicate",
         ),
         ("mixtral", {"num_local_experts": 6}, 4, "does not divide the 6 experts of mixtral - "),
