@@ -147,7 +147,7 @@ def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]
     experts = ExpertBalance(model, model, cast(Any, None), world)
     setup_logging(True, True)
     for step in range(1, 301):
-        tokens = [3, 0, int(step in (50, 250))]
+        tokens = [step % 2, 0, int(step in (50, 250))]
         experts.step_ended(ended(step, np.array([tokens])))
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("WARNING: 1 experts have had no tokens for 100 steps, first expert 1 ")

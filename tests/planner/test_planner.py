@@ -395,6 +395,8 @@ def test_a_node_must_hold_the_states_that_its_gpus_do_not() -> None:
     numel = plan.parameters // MACHINE.ranks  # of a rank
     assert plan.states.parameters == pytest.approx(2 * numel, rel=1e-3)
     assert plan.states.optimizer < 1e4  # the numbers of steps
+    layer = (numel - 2001 * LLAMA.hidden_size / MACHINE.ranks) / LLAMA.num_hidden_layers
+    assert plan.states.gradients == pytest.approx(2 * 4 * layer, rel=1e-3)  # one leaves, one comes
     needed = plan.storage.states_bytes
     assert needed == pytest.approx(16 * numel * MACHINE.ranks_per_node, rel=1e-3)
     copied = [each / numel for each in (*plan.host_link.gradients, *plan.host_link.update)]
