@@ -10,51 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from helpers.tiny_models import VOCABULARY
+from helpers.packing_families import config_of
 
-_DEEPSEEK_V3: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "tie_word_embeddings": False,
-}
-_GPT_OSS: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 16,
-    "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "tie_word_embeddings": False,
-}
 EVEN, RAGGED = (8, 4), (10, 7)  # blocks that divide all sizes, and none
 _IN_FP8 = re.compile(r"layers\.\d+\.(self_attn|mlp)\.(?!gate\.).*_proj\w*\.weight$")
 _IN_BFLOAT16 = "model.layers.0.self_attn.o_proj"
@@ -71,7 +30,7 @@ def save_deepseek_v3(
 
     `with_mtp`: and a layer of multi-token prediction, which transformers does not load.
     """
-    _save("deepseek_v3", _DEEPSEEK_V3 | settings, folder, tokenizer)
+    _save("deepseek_v3", settings, folder, tokenizer)
     tensors = load_file(folder / "model.safetensors")
     if with_mtp:
         layer = {n.replace("layers.1.", "layers.2."): t for n, t in tensors.items()}
@@ -108,7 +67,7 @@ def quantise_in_fp8(
 
 def save_gpt_oss(folder: Path, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Path:
     """Save GPT-OSS with its experts in MXFP4."""
-    _save("gpt_oss", _GPT_OSS | settings, folder, tokenizer)
+    _save("gpt_oss", settings, folder, tokenizer)
     tensors = load_file(folder / "model.safetensors")
     for name in [n for n in tensors if n.endswith("_proj")]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -128,7 +87,7 @@ def _save(
     kind: str, settings: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **settings)
+    config = config_of(kind, eos_token_id=1, pad_token_id=2, **settings)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import packing_families
+from helpers.configs import configured
 
-from shardtune.config import Config
-from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
 from shardtune.model.attention_check import require_documents_apart
@@ -31,15 +29,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(*assignments: str) -> Config:
-    given = ["model.path=unread", "model.init=random", "data.train=unread", "data.max_length=128"]
-    given += ["train.gradient_accumulation_steps=2"]
-    return load_config(Path("/dev/null"), [*given, *assignments], {})
-
-
 def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
     """Return why a run is refused before weights are read."""
-    config = configured(*assignments)
+    config = configured("model.init=random", "data.max_length=128", *assignments)
     model_config = packing_families.config_of(family, **SETTINGS.get(family, {}))
     try:
         with fake_world(Layout.of(config, ranks), ranks) as world:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import configured
 from helpers.ranks import world_of
 from torch import distributed as dist
 
@@ -17,18 +18,11 @@ from shardtune.checkpoint import Disk, clear_leftovers, durable_fs, find_disks
 from shardtune.checkpoint.commit import SaveAttempt
 from shardtune.checkpoint.free_space import _disks_here
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
-from shardtune.config import Config
-from shardtune.config_io import load_config
 from shardtune.errors import UserError
 from shardtune.log import setup_logging
 from shardtune.planner.disk_room import require_room, saves_left
 
 GB = 10**9
-
-
-def configured(*assignments: str) -> Config:
-    given = ["model.path=unread", "data.train=unread", "checkpoint.keep=2", *assignments]
-    return load_config(Path("/dev/null"), given, {})
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.commands import finish
+from helpers.configs import configured
 from helpers.moe_families import build
 from helpers.pretended import needs_compiler, on_gpus
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardtune.config_io import load_config
 from shardtune.distributed import compiling
 from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.layout import Layout
@@ -196,7 +196,6 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
     family: str, graphs: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that FSDP2 has given a class of their own, with rows of any number."""
-    config = load_config(Path("/dev/null"), ["model.path=unread", "data.train=unread"], {})
     layers = [experts_of(family)[0] for _ in range(10)]  # more than a function is compiled anew for
 
     def results(number: int) -> list[torch.Tensor]:
@@ -214,7 +213,7 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
         patch.setattr(compiling, "_COMPILED", "cuda")
         eager = [results(number) for number in range(len(layers))]
     assert not graphs["unique_graphs"]
-    with fake_world(Layout.of(config), 1):
+    with fake_world(Layout(1), 1):
         for experts in layers:
             fully_shard(experts)
             experts.unshard()
@@ -227,8 +226,7 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
 
 def test_a_plan_compiles_nothing(graphs: Counter[str]) -> None:
     """Its tensors have no contents, whatever device they pretend to be on."""
-    given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
-    config = load_config(Path("/dev/null"), [*given, "train.gradient_accumulation_steps=1"], {})
+    config = configured("parallel.expert=2", "data.max_length=64")
     model_config = build("mixtral").config
     with fake_world(Layout.of(config, 2), 2) as world:
         simulate(Step(config, ReshardPolicy(False, False), world), model_config)

@@ -43,20 +43,13 @@ def test_advice_on_memory_names_only_keys_that_are_not_set_yet(
             torch.empty(1 << 60, dtype=torch.uint8)
         return str(raised.value)
 
-    small = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
-    state = (*small, "model.reduce_dtype=bfloat16", "lora.rank=16")
+    state = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit", "lora.rank=16")
     given = advice(weights_fit)
     assert all(setting in given for setting in state)
-    given = advice(weights_fit, *small)
-    assert [setting in given for setting in state] == [False, False, True, True]
     given = advice(weights_fit, "lora.rank=4")
     assert not any(setting in given for setting in state)
     spread = ("parallel.expert=2", "model.activation_checkpointing=full")
     given = advice(step_fits, *spread)
     assert "parallel.expert" not in given and "activation_checkpointing" not in given
     assert "- use more GPUs, or start anew" in given
-    micro_batches = ("train.gradient_accumulation_steps=4", "train.micro_batch_size=2")
-    assert "lower train.micro_batch_size" in advice(step_fits, *micro_batches)
-    given = advice(step_fits, *micro_batches[:1])
-    assert "set train.gradient_accumulation_steps=1 if the log says" in given
-    assert "lower train.micro_batch_size" not in given
+    assert "lower train.micro_batch_size" in advice(step_fits, "train.micro_batch_size=2")

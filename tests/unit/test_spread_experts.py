@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.configs import configured
 from helpers.moe_families import FAMILIES
 from helpers.moe_families import SMALL as FAMILY_SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.config_io import load_config
 from shardtune.distributed.exchange import Exchange
 from shardtune.distributed.layout import Layout
 from shardtune.model.experts import SharedExperts, spread_problems
@@ -62,9 +61,7 @@ def small_step(family: str, *more: str) -> None:
     Before it the model goes forward twice for its attention, once for its head and to evaluate.
     """
     model_config = AutoConfig.for_model(family, **FAMILY_SMALL | FAMILIES[family])
-    given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
-    given += ["train.gradient_accumulation_steps=1", *more]
-    config = load_config(Path("/dev/null"), given, {})
+    config = configured("parallel.expert=2", "data.max_length=64", *more)
     with fake_world(Layout.of(config, 2), 2) as world:
         simulate(Step(config, ReshardPolicy(False, False), world), model_config)
 
