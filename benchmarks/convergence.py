@@ -2,7 +2,7 @@
 
 Fine-tunes SmolLM2 on the demo's chats with all weights, as replicas, in stages, with bfloat16
 weights and 8-bit moments, and with LoRA, and trains a tiny mixture of experts on one rank and with
-its experts divided over two. Writes convergence.json, docs/convergence.md and its picture.
+its experts divided over two. Writes convergence.json, benchmarks/CONVERGENCE.md and its picture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardtune.report.draw import write_svg
 from shardtune.report.read_run import read_run
 
 RESULTS = REPOSITORY / "benchmarks/convergence.json"
-PAGE = REPOSITORY / "docs/convergence.md"
+PAGE = REPOSITORY / "benchmarks/CONVERGENCE.md"
 STEPS = 44  # so many as the demo takes on two ranks
 ROWS = 2  # of a step, as there
 _SHORT_FOLDER = REPOSITORY / "runs/convergence-short"
@@ -211,11 +211,11 @@ records in the same order. So replicas, stages and divided experts must lose wha
 loses, the same model on one rank. They do so within 1e-5 at the first step; later the rounding of
 bfloat16 grows with the steps. The tests compare them in float32, where they stay within 1e-6.
 
-![Training loss of each run](convergence.svg)
+![Training loss of each run](CONVERGENCE.svg)
 
-The exact match counts [the demo's short answers](start.md#the-demo). Their facts are trained, in
-different words: held out is the wording of the questions. The perplexity is over chats that are
-held out whole.
+The exact match counts [the demo's short answers](../docs/start.md#the-demo). Their facts are
+trained, in different words: held out is the wording of the questions. The perplexity is over chats
+that are held out whole.
 """
     header = _HEADER.format(len(read_chats(_QUESTIONS)))
     return "\n".join([text, *table(header, rows)])

@@ -37,7 +37,7 @@ from shardtune.planner.simulate import fake_world
 from shardtune.training.reshard import ReshardPolicy
 from tests.pretend_gpu.count import counted
 
-PAGE = REPOSITORY / "docs/kernels.md"
+PAGE = REPOSITORY / "benchmarks/KERNELS.md"
 _MARKER = "<!-- kernels: written by python -m benchmarks kernels -->"
 CONFIGS = REPOSITORY / "tests/data/configs"
 # Config file, model, nodes, and settings beside the file's.

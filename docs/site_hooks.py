@@ -18,6 +18,9 @@ PLACES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
     "benchmarks/RESULTS.png": "benchmarks.png",
+    "benchmarks/CONVERGENCE.md": "convergence.md",
+    "benchmarks/CONVERGENCE.svg": "convergence.svg",
+    "benchmarks/KERNELS.md": "kernels.md",
     "config.yaml": "config.yaml",
     "Dockerfile": "Dockerfile",
     **{
