@@ -10,7 +10,7 @@ import peft
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from helpers.plain_training import Encoded, summed_nll
+from helpers.plain_training import Encoded, summed_nll, take_steps
 from shardtune.config import LoraConfig
 from shardtune.model.lora import add_adapters, draw_factors
 
@@ -81,20 +81,7 @@ def plain_lora_training(
     """Train with AdamW, one record at a time; return loss and gradient norm of each step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
-    tokens = sum(sum(trained[1:]) for _, trained in records)
-    losses, norms = [], []
-    for rate in rates:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        total = 0.0
-        for ids, trained in records:
-            nll = summed_nll(model, ids, trained)
-            (nll / tokens).backward()
-            total += nll.item()
-        losses.append(total / tokens)
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    losses, norms, _ = take_steps(model, optimizer, records, rates, max_norm)
     return losses, norms
 
 

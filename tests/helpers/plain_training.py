@@ -101,6 +101,18 @@ def plain_training(
         betas=(0.9, 0.95),
         eps=1e-4,
     )
+    losses, norms, first_sums = take_steps(model, optimizer, records, rates, max_norm)
+    return Trained(losses, norms, first_sums, initial, dict(model.state_dict()))
+
+
+def take_steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    records: list[Encoded],
+    rates: list[float],
+    max_norm: float,
+) -> tuple[list[float], list[float], list[float]]:
+    """Return loss and gradient norm of each step, and the sums of each record in the first."""
     tokens = sum(sum(trained[1:]) for _, trained in records)
     losses, norms, first_sums = [], [], []
     for rate in rates:
@@ -116,7 +128,7 @@ def plain_training(
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    return Trained(losses, norms, first_sums, initial, dict(model.state_dict()))
+    return losses, norms, first_sums
 
 
 @torch.no_grad()

@@ -107,11 +107,6 @@ def no_network(master: Machine, worker: Machine) -> None:
     worker.ip(f"address add 192.168.77.51/24 dev {worker.node.interface}")
 
 
-def interface_down(master: Machine, worker: Machine) -> None:
-    both((master, worker), JOIN_TIMEOUT="6")
-    worker.ip(f"link set {worker.node.interface} down")
-
-
 def port_blocked(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="8")
     own_routing_rules(master)
@@ -233,12 +228,6 @@ FAULTS = [
         no_network,
         "did not come to node 0",
         "(10.11.7.50:29600 does not answer (Network is unreachable))",
-    ),
-    Fault(
-        "interface down",
-        interface_down,
-        "did not come to node 0",
-        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down",
     ),
     Fault(
         "port blocked",

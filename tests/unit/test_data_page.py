@@ -146,23 +146,6 @@ def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder: Path, overf
     assert "".join(text for reason, text in spans if not reason).startswith("fine")
 
 
-def test_held_out_records_are_neither_trained_nor_dropped(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    untrained = {"messages": [{"role": "user", "content": "hello"}]}
-    records = [chat(f"how {i}", "fine") for i in range(60)]
-    write(folder / "held.jsonl", [*records, untrained])
-    train = f"data.train={folder}/held.jsonl"
-    page = page_of(folder, train, "data.eval_fraction=0.5", "--records", "60")
-    held_out = re.findall(r"<h2>Record (\d+): held out for evaluation \(data.eval_fraction\)", page)
-    capsys.readouterr()
-    arguments = ["--config", f"{folder}/run.yaml", train, "data.eval_fraction=0.5", "--json"]
-    assert run(["inspect-data", *arguments]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    trained = {line["record"] for line in lines}
-    assert 10 < len(held_out) < 50 and not trained & set(map(int, held_out))
-
-
 def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
     untrained = [chat(f"hello {i}", "") for i in range(60)]
     for record in untrained:
@@ -175,17 +158,6 @@ def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
     )
     assert len(titles) == 20 and min(map(int, titles)) >= 600
     assert page.count("held out for evaluation") < 6  # only those of the first two
-
-
-def test_the_longest_and_the_least_trained_are_chosen_by_record(folder: Path) -> None:
-    in_rows = {"messages": 40 * chat("q " * 40, "fine")["messages"]}  # more than 20 sequences
-    records = [in_rows, *(chat("q " * i, "fine") for i in range(30))]
-    write(folder / "extremes.jsonl", records)
-    arguments = (f"data.train={folder}/extremes.jsonl", "data.max_length=100")
-    shown = articles(page_of(folder, *arguments, "data.overflow=split", "--records", "0"))
-    for kind in ("longest", "least"):
-        assert sum(kind in kinds for kinds, _ in shown) == 20
-    assert {"longest", "least"} <= shown[0][0]
 
 
 def test_the_page_overwrites_no_other_file_and_excludes_json(

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections import Counter
 
-import pytest
 from conftest import REPOSITORY
 from helpers.configs import DEFAULTS
 
 from shardtune.cluster import environment
-from shardtune.errors import DoesNotFit, Preempted, UserError
-from shardtune.run_files import METRICS
 
 CHATS = REPOSITORY / "examples/chats"
 # What a question with a name in it asks for.
@@ -21,17 +17,6 @@ DEFAULT = re.compile(
     r"What is (\S+)(?: in the launch scripts)?, unless I set it\?|What is the default of (\S+)\?"
     r"|Which number does (\S+) have if I set none\?"
 )
-TRUE = {
-    "Which signal is behind exit code 137?": signal.Signals(137 - 128).name,
-    "Which signal has the number 11?": signal.Signals(11).name,
-    "What is the exit code of a run that a signal stopped and that saved a checkpoint?": str(
-        Preempted.code
-    ),
-    "What is the exit code of a run that was refused before it read a weight?": str(UserError.code),
-    "What is the exit code of a plan that does not fit?": str(DoesNotFit.code),
-    "Which file of a run has the loss of each step?": METRICS,
-    "Which size do I give to ping to test whether packets of 9000 bytes pass?": str(9000 - 28),
-}
 
 
 def questions(name: str) -> list[tuple[str, str]]:
@@ -73,8 +58,3 @@ def test_answers_that_name_a_default_are_the_default() -> None:
             assert float(answer) == float(default), question
             asked += 1
     assert asked >= 2 * 14
-
-
-@pytest.mark.parametrize(("question", "answer"), TRUE.items())
-def test_answers_about_the_product_are_true(question: str, answer: str) -> None:
-    assert dict(SHORT)[question] == answer

@@ -168,8 +168,10 @@ def test_tools_are_wrapped_where_the_template_takes_no_others(
         for tools in ([tool], wrapped)
     ]
     assert "declaration:rain" in runs[0].texts()[0][0] and runs[0].texts() == runs[1].texts()
-    (bare,) = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", tools=[tool])])).texts()
-    assert '{"name": "rain"' in bare[0] and '"function"' not in bare[0]
+    for name in ("tools", "functions"):
+        file = write(tmp_path / "a.jsonl", [chat("q", **{name: [tool]})])
+        ((bare, _),) = Run(models["qwen2_5"], file).texts()
+        assert '{"name": "rain"' in bare and '"function"' not in bare
 
 
 def test_parts_of_a_text_alone_are_texts(models: dict[str, Path], tmp_path: Path) -> None:
@@ -298,14 +300,6 @@ def test_a_mark_that_overrides_the_choice_of_turns_is_said(
     assert trained(run) == [f"a1{END}a2{END}"]
     said = "answers that their mark trains, whatever data.loss_on=last says: 1"
     assert f"data.train: {said}" in run.prepared.lines
-
-
-def test_functions_beside_messages_are_tools(models: dict[str, Path], tmp_path: Path) -> None:
-    runs = [
-        Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", **{name: [TOOL]})]))
-        for name in ("tools", "functions")
-    ]
-    assert '"name": "rain"' in runs[0].texts()[0][0] and runs[0].texts() == runs[1].texts()
 
 
 def test_columns_and_roles_reach_into_turns(models: dict[str, Path], tmp_path: Path) -> None:

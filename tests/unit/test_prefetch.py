@@ -16,7 +16,6 @@ from helpers.ranks import world_of
 from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.data.batch import build_batch
 from shardtune.data.schedule import Position, Schedule
 from shardtune.distributed.rank_record import this_rank
 from shardtune.model.flops import cost_of
@@ -54,23 +53,6 @@ def context(models: dict[str, Path]) -> Any:
 def schedule_of(sequences: Sequences) -> Schedule:
     given: Any = {"max_length": 30, "packing": True, "seed": 1, "rows_per_step": 4}
     return Schedule(sequences, start=Position(), epochs=2, max_steps=None, **given)
-
-
-def test_the_loop_gets_each_step_with_its_batches_in_order(context):
-    schedule = schedule_of(Sequences())
-    fed = [
-        (step.number, context.run.world.progress.record.place, batches)
-        for step, batches in prefetch(context, schedule)
-    ]
-    assert [(number, place) for number, place, _ in fed] == [
-        (number, f"step {number} (data)") for number in range(1, schedule.total_steps + 1)
-    ]
-    for step, (_, _, batches) in zip(schedule.steps(), fed, strict=True):
-        shares = step.micro_batches(cost_of(context.model), 1, 2, 1)
-        assert len(shares) == len(batches)
-        for share, batch in zip(shares, batches, strict=True):
-            expected = build_batch(schedule.dataset, share, True)
-            assert torch.equal(batch.input_ids, expected.input_ids)
 
 
 def test_no_more_than_two_steps_are_made_ahead(context):

@@ -156,7 +156,6 @@ CHAT = chat("q", "a")["messages"]
 NAMED_OTHERWISE = [
     ({"question": "q", "answer": "a", "id": 1}, ["output: answer", "prompt: question"], CHAT),
     ({"instruction": "q", "response": "a"}, ["output: response", "prompt: instruction"], CHAT),
-    ({"prompt": "q", "response": "a"}, ["instruction: prompt", "completion: response"], CHAT),
     ({"input": "q", "output": "a"}, ["instruction: input", "prompt: input"], CHAT),
     (
         {"instruction": "q", "context": "c", "response": "a"},
@@ -168,12 +167,6 @@ NAMED_OTHERWISE = [
     ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, ["completion: chosen"], CHAT),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, ["completion: chosen"], "a"),
     ({"chosen": "qa", "rejected": "qb"}, ["text: chosen"], "qa"),
-    (
-        {"instruction": "q", "input": "c", "response": "a"},
-        ["output: response"],
-        chat("q\nc", "a")["messages"],
-    ),
-    ({"dialog": CHAT, "id": 1}, ["messages: dialog"], CHAT),
     ({"dialog": sharegpt()["conversations"]}, ["conversations: dialog"], message(role="user")),
 ]
 

@@ -63,10 +63,6 @@ def test_options_of_a_record_and_of_a_source_reach_the_template(
     assert any(empty in line for line in run.prepared.lines)
     taken = write(tmp_path / "t.jsonl", [chat("q", chat_template_kwargs={"tools": []})])
     assert "chat_template_kwargs.tools: the template gets" in problems_of(models["qwen3"], taken)[0]
-    sources[0]["template_options"] = {"messages": []}
-    assert problems_of(models["qwen3"], sources)[0].startswith(
-        "data.train.x.template_options.messa"
-    )
 
 
 def test_parts_of_thinking_are_trained(models: dict[str, Path], tmp_path: Path) -> None:
@@ -114,9 +110,6 @@ def test_what_was_rendered_before_is_a_warning(models: dict[str, Path], tmp_path
     lines = str(Run(models["qwen2_5"], file).prepared.lines)
     assert "WARNING: conversations whose tools stand in the system text" in lines
     assert "WARNING: conversations that hold <tool_response> of the chat template" in lines
-    messages[0], messages[3] = turn("system", "Be short."), turn("tool", "3")
-    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": [TOOL]}])
-    assert "rendered already" not in str(Run(models["qwen2_5"], file).prepared.lines)
 
 
 def test_thoughts_that_the_template_takes_in_are_no_rendered_text(
@@ -176,13 +169,3 @@ def test_a_template_file_takes_the_place_of_the_models(
     assert Run(base, file, chat_template=str(other)).entry != run.entry
     (said,) = problems_of(base, file, chat_template=str(tmp_path / "none"))
     assert said.startswith(f"data.chat_template={tmp_path}/none cannot be read")
-
-
-def test_rewritten_turns_that_outweigh_the_rest_are_a_warning(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    for n_turns, warns in ((8, True), (1, False)):
-        messages = [m for i in range(n_turns) for m in chat(f"q{i}", f"a{i}")["messages"]]
-        run = Run(models["qwen3"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
-        said = [line for line in run.prepared.lines if "data.loss_on=last" in line]
-        assert bool(said) == warns and all("WARNING: records whose earlier" in s for s in said)
