@@ -13,20 +13,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from shardtune.cluster.environment import banner, read_environment, set_defaults
 from shardtune.cluster.node_ranks import NodeRanks
 
-BANNER = """\
-========================================
-Launching WORKER NODE (Node 1)
-Master: 10.11.7.50:29600
-Total Nodes: 2
-GPUs per Node: 8
-========================================"""
-
 
 def test_the_defaults_of_the_launch_scripts_are_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"NODE_RANK": "1", "OMP_NUM_THREADS": "3"})
     environment = read_environment(os.environ, [])
     set_defaults(environment)
-    assert banner(environment) == BANNER
+    assert "\nMaster: 10.11.7.50:29600\nTotal Nodes: 2\nGPUs per Node: 8\n" in banner(environment)
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
     assert [os.environ[name] for name in names] == ["enp26s0np0", "enp26s0np0", "3"]
 

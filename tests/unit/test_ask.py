@@ -85,17 +85,8 @@ def test_questions_of_unequal_length_are_answered_together_as_alone(
 def test_an_answer_counts_that_is_the_reference_but_for_case_and_a_full_stop(
     models: dict[str, Path], asking: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The room for it shows whether it goes on behind the full stop."""
     given = {"75": "75", "COMPLETE": "complete.", "16": "16 bytes", "gloo": "It is gloo", "2": "3"}
-    room = []
-
-    def answer(model: Any, prompts: Any, max_new_tokens: int) -> list[str]:
-        room.append(max_new_tokens)
-        return list(given.values())
-
-    monkeypatch.setattr(asking["Model"], "answer", answer)
+    monkeypatch.setattr(asking["Model"], "answer", lambda *_, **__: list(given.values()))
     model = asking["Model"](models["llama"], {})
     chats = [[*MESSAGES[:2], {"role": "assistant", "content": text}] for text in given]
     assert model.exact_matches(chats) == 2
-    tokenizer: Any = AutoTokenizer.from_pretrained(models["llama"])
-    assert room == [max(len(tokenizer(text)["input_ids"]) for text in given) + 2]
