@@ -18,6 +18,9 @@ from benchmarks import results
 # Each is a module with `add_options(parser)`, `main(options)`, and SHORT where it has a short form:
 # the values of its options then.
 SECTIONS = ("convergence", "gpu", "kernels", "models", "plans", "runs")
+# What they found stands in docs/measured.md, each with the commit at which its command runs.
+CLOSED = ("rounding", "card", "experts", "checkpoint", "scaling", "two", "traffic", "records")
+CLOSED += ("sinks", "profile")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,6 +33,8 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("section", choices=names)
+    if arguments[:1] and arguments[0] in CLOSED:
+        parser.error(f"{arguments[0]} is closed - read its result in docs/measured.md")
     name = parser.parse_args(arguments[:1]).section
     module = import_module(f"benchmarks.{name if name in SECTIONS else 'results'}")
     parser = ArgumentParser(

@@ -182,8 +182,8 @@ def measure(options: Namespace) -> StepCount:
     model_config = read_model_config(config.model, config.data.max_length)
     machine = machine_of(options, config)
     plan = make_plan(config, model_config, machine)
-    stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
-    with fake_world(machine.layout(config), machine.ranks_per_node) as world:
+    stages, micro_batches = plan.layout.stages, plan.layout.micro_batches
+    with fake_world(plan.layout, machine.ranks_per_node) as world:
         whole = whole_on_meta(config, model_config, world)
     own = layers_of_stages(whole, stages)[-1]
     kinds = layer_kinds(whole)[own.start : own.stop]
@@ -227,7 +227,7 @@ def _policy(plan: Plan, kinds: Sequence[Hashable], layers: int) -> ReshardPolicy
 
     Where some layers or experts alone are kept, none count as kept.
     """
-    experts = sum("experts" in repr(kind) for kind in kinds) * (plan.config.parallel.expert > 1)
+    experts = sum("experts" in repr(kind) for kind in kinds) * (plan.layout.expert > 1)
     kept = plan.kept_groups[-1]
     if kept > len(kinds):  # what stands around the layers comes first, and experts come last
         kept = 1 + layers + (layers if kept == 1 + len(kinds) + experts else 0)
@@ -254,7 +254,7 @@ def _count(
             policy,
             layers,
             *assignments,
-            stage=plan.config.parallel.stages - 1,
+            stage=plan.layout.stages - 1,
         )
     parts = {part: Part(kernels, count.waits[part]) for part, kernels in count.kernels.items()}
     return parts, count.trace

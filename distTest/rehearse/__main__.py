@@ -28,6 +28,7 @@ from shardtune.__main__ import exit_code
 from shardtune.cluster.environment import DEFAULTS, REPOSITORY
 from shardtune.cluster.network import free_port
 from shardtune.config_io import Parser, load_config
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.signals import end_on_signal
 from shardtune.errors import RunFailed
 
@@ -93,8 +94,7 @@ def _write_inputs(options: Namespace, folder: Path) -> list[str]:
 
     config = load_config(options.config, options.assignments, {})
     print(f"Model: {make_model(config.model.path, options.ranks, folder / 'model')}")
-    data_ranks = options.ranks // config.parallel.stages
-    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps * data_ranks
+    rows = Layout.of(config, options.ranks).rows_per_step
     write_chats(folder / "train.jsonl", rows * STEPS, seed=0)
     write_chats(folder / "eval.jsonl", options.ranks, seed=1)
     replaced = {

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from shardtune.errors import first_line
+from shardtune.model.traits import EXPERTS
 
 _SHIPPED = "zai-org/GLM-4.5-Air"  # its architecture needs no hub
 
@@ -28,7 +29,6 @@ _SMALL = {
     "num_experts_per_tok": 2,
 }
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 _TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -87,7 +87,7 @@ def _scale_down(
     if heads := values.get(_KV_HEADS):  # shared by some queries, by all or by one, as before
         small[_KV_HEADS] = 4 if heads == values[_HEADS] else min(heads, 2)
     # A multiple of the ranks, so that none is without an expert.
-    small |= {key: ranks * -(-4 // ranks) for key in _EXPERTS if values.get(key) is not None}
+    small |= {key: ranks * -(-4 // ranks) for key in EXPERTS if values.get(key) is not None}
     small |= {
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,

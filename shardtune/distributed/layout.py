@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shardtune.config import Config
+from shardtune.config import Config, ParallelConfig
 from shardtune.errors import divisors
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -65,14 +65,16 @@ class Layout:
         config: Config,
         ranks: int = 1,
         is_gpu: bool = False,
-        native_dtype: str = "bfloat16",
+        native_dtype: str | None = None,
     ) -> Layout:
         """Decide what so many ranks of a configuration are.
 
-        `native_dtype`: what `model.compute_dtype=auto` is, bfloat16 where the device multiplies it.
+        `native_dtype`: what `model.compute_dtype=auto` is; None: bfloat16 on GPUs, else float32.
         """
         model, train, is_lora = config.model, config.train, config.lora.rank is not None
-        is_auto = model.compute_dtype == "auto"
+        compute_dtype: str = model.compute_dtype
+        if compute_dtype == "auto":
+            compute_dtype = native_dtype or ("bfloat16" if is_gpu else "float32")
         return cls(
             ranks,
             is_gpu,
@@ -80,7 +82,7 @@ class Layout:
             micro_batch_size=train.micro_batch_size,
             micro_batches=train.gradient_accumulation_steps,
             max_length=config.data.max_length,
-            compute_dtype=native_dtype if is_auto else model.compute_dtype,
+            compute_dtype=compute_dtype,
             master_dtype="float32" if is_lora else model.master_dtype,
             reduce_dtype=model.reduce_dtype,
             is_lora=is_lora,
@@ -94,8 +96,12 @@ class Layout:
 
     @classmethod
     def divided(cls, ranks: int, degrees: Mapping[str, Any]) -> Layout:
-        """Return the layout of so many ranks with these degrees, by the names of their keys."""
-        return replace(cls(ranks), **degrees)
+        """Return the layout of so many ranks with these degrees, by the names of their keys.
+
+        Another version may have saved others.
+        """
+        known = {key: n for key, n in degrees.items() if key in ParallelConfig.model_fields}
+        return replace(cls(ranks), **known)
 
     @property
     def stage_ranks(self) -> int:

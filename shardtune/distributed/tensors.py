@@ -65,8 +65,10 @@ def sharded_as(
     """
     if not isinstance(sharded, DTensor):
         return local
-    like = torch.empty(sharded.shape if whole is None else whole, device="meta")
-    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    shape, stride = sharded.shape, sharded.stride()
+    if whole is not None:
+        shape, stride = whole, torch.empty(whole, device="meta").stride()
+    meta = TensorMeta(shape, stride, local.dtype)
     spec = DTensorSpec(sharded.device_mesh, sharded.placements, tensor_meta=meta)
     return cast(Any, DTensor)(local, spec, requires_grad=False)
 

@@ -24,7 +24,7 @@ from shardtune.model import traits
 METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 # Architectures that would need code of their own, and those to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
-_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt"), "llama or gpt_neox")
+_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
 _INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
 _INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
 _INSTEAD |= dict.fromkeys(

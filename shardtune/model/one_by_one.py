@@ -45,7 +45,8 @@ def _one_by_one(
     named = {name: _parts(value, name, lengths) for name, value in options.items()}
     outputs, ends = [], torch.arange(2, device=row.boundaries.device, dtype=torch.int32)
     for i, length in enumerate(lengths):
-        with documents.of(documents.Documents([length], length * ends)):  # for modules within
+        alone = documents.Documents([length], length * ends)
+        with documents.of(alone, tried=row.tried):  # for modules within
             options = {name: part[i] for name, part in named.items()}
             outputs.append(forward(*(part[i] for part in given), **options))
     return _joined(outputs, lengths)

@@ -71,7 +71,7 @@ def numbers_of_heads(model: PreTrainedModel) -> list[int]:
     settings = [each for layer in layers for each in layer.to_dict().items()]
     values = [value for name, value in settings if _HEADS.search(name)]
     lists = [value if isinstance(value, list) else [value] for value in values]
-    return sorted({number for each in lists for number in each if isinstance(number, int)})
+    return sorted({n for each in lists for n in each if isinstance(n, int)})
 
 
 def layer_types(settings: Any) -> list[str]:
@@ -85,8 +85,8 @@ def number(settings: Any, *names: str) -> int:
         # transformers raises this for a setting that differs from layer to layer.
         with contextlib.suppress(RuntimeError):
             value = getattr(settings, name, None)
-            if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
-                value = value[0]
+            if isinstance(value, list) and value and value.count(value[0]) == len(value):
+                value = value[0]  # of each layer
             if isinstance(value, int):
                 return value
     return 0

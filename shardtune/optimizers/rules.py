@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardtune.errors import UserError
 from shardtune.optimizers.rounding import (
     SCALE_BLOCK,
     CodeTable,
@@ -259,8 +260,24 @@ RULES: Sequence[type[UpdateRule]] = (AdamW, FusedAdamW, AdamW8bit)
 
 
 def find_rule(name: str, master: str) -> type[UpdateRule]:
-    """Return the optimizer of this name that updates weights of this dtype."""
-    return next(rule for rule in RULES if rule.name == name and master in rule.masters)
+    """Return the optimizer of this name that updates weights of this dtype.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = [rule for rule in RULES if rule.name == name]
+    for rule in named:
+        if master in rule.masters:
+            return rule
+    dtypes = " or ".join(dict.fromkeys(dtype for rule in named for dtype in rule.masters))
+    raise UserError(
+        f"optimizer.name={name} does not update {master} weights - use model.master_dtype={dtypes}"
+    )
+
+
+def updates(name: str, master: str) -> bool:
+    """Return whether an optimizer of this name updates weights of this dtype."""
+    return any(rule.name == name and master in rule.masters for rule in RULES)
 
 
 def smaller_rules(name: str, master: str) -> list[type[UpdateRule]]:

@@ -6,13 +6,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
 
 from shardtune.cluster.child import Child, Pipe
 
 T = TypeVar("T")
+_UNDONE: Any = object()
 
 
 def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
@@ -23,15 +25,19 @@ def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
     """
     # A process of a pool may not have children.
     forked = [] if multiprocessing.current_process().daemon else works[:-1]
-    children = [Child("a fork", _send_result, work) for work in forked]
+    children: list[Child] = []
+    with suppress(OSError):  # no memory: the rest is called here
+        for work in forked:
+            children.append(Child("a fork", _send_result, work))
     try:
         results = [work() for work in works[len(forked) :]]
         messages = [child.result() for child in children]
     finally:
         for child in children:
             child.end()
-    pairs = zip(forked, messages, strict=True)
-    return [each["result"] if "result" in each else work() for work, each in pairs] + results
+    done = [each.get("result", _UNDONE) for each in messages]
+    pairs = zip_longest(forked, done, fillvalue=_UNDONE)
+    return [work() if result is _UNDONE else result for work, result in pairs] + results
 
 
 def _send_result(pipe: Pipe, work: Callable[[], object]) -> None:

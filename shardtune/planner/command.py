@@ -54,7 +54,8 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
     arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
     arguments += options.assignments
     command = launch_command([*changes, plan][0], arguments)
-    print(*describe_changes(plan, changes, command), sep="\n")
+    for line in describe_changes(plan, changes, command):
+        print(line)
     if plan.states.total > plan.machine.memory_bytes:
         say("counting the nodes that hold the states")
         print(*describe_room(plan, _nodes_needed(plan, simulations)), sep="\n")

@@ -30,6 +30,7 @@ class Machine:
     rank_bytes_per_s: float  # between one rank and the others of its node
     flops_per_s: float  # of one rank, in the compute dtype
     is_gpu: bool = True  # else ranks are processes that share their node's memory
+    native_dtype: str | None = None  # what model.compute_dtype=auto is, see `Layout.of`
     host_bytes: float = math.inf  # memory of a node, beside its GPUs'
     # Assumed: between a GPU and that memory by PCIe 5 x16, and of two sockets with DDR5-4800, both
     # ways together.
@@ -52,7 +53,7 @@ class Machine:
 
     def layout(self, config: Config) -> Layout:
         """Decide what its ranks are."""
-        return Layout.of(config, self.ranks, self.is_gpu)
+        return Layout.of(config, self.ranks, self.is_gpu, self.native_dtype)
 
 
 def collective_bytes(

@@ -25,6 +25,7 @@ from shardtune.checkpoint import find_disks
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
 from shardtune.distributed.host_memory import available_memory
+from shardtune.distributed.join import native_dtype
 from shardtune.distributed.measured import read_measured
 from shardtune.distributed.rank_record import RECORDS, STACK
 from shardtune.distributed.signals import die_with_parent
@@ -85,7 +86,8 @@ class RunPlan:
             node_bytes_per_s=measured.node_bytes_per_s or math.inf,
             rank_bytes_per_s=measured.rank_bytes_per_s or math.inf,
             flops_per_s=self._device_peak.flops_per_s or math.inf,
-            is_gpu=world.device.type == "cuda",
+            is_gpu=world.layout.is_gpu,
+            native_dtype=native_dtype(world.device),
             host_bytes=min(world.all_gather_json(available_memory())),
         )
         self._held_bytes = 0  # by the process itself, before the run's tensors
@@ -216,10 +218,8 @@ def _memory_bytes(world: World) -> float:
 
 def _simulate(run: Run, machine: Machine) -> subprocess.Popen[str]:
     """Start a process that simulates a step, and prints a `Prediction`."""
-    settings = to_dict(run.config)
-    settings["model"] |= {"compute_dtype": run.world.layout.compute_dtype}
     request = {
-        "config": settings,
+        "config": to_dict(run.config),
         "machine": vars(machine),
         "is_resumed": run.resumed is not None,
         "parent": os.getpid(),

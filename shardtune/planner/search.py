@@ -21,7 +21,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
-from shardtune.optimizers.rules import smaller_rules
+from shardtune.optimizers.rules import smaller_rules, updates
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.host_link import host_link, host_states_bytes
 from shardtune.planner.machine import Machine
@@ -348,7 +348,7 @@ def _same_training(layout: Layout, degrees: Sequence[int]) -> Iterator[list[Sett
         yield [({"optimizer.offload": False}, "masters and moments take the GPU's memory")]
     elif trains_all and is_gpu:
         yield [({"optimizer.offload": True}, "states travel to host memory and back")]
-    if trains_all and layout.master_dtype != "bfloat16":
+    if trains_all and layout.master_dtype != "bfloat16" and updates(layout.optimizer, "bfloat16"):
         price = "weights rounded at random to bfloat16"
         yield [({"model.master_dtype": "bfloat16"}, price)]
     for rule in smaller_rules(layout.optimizer, layout.master_dtype) if trains_all else ():

@@ -25,14 +25,21 @@ def status_lines() -> Iterator[Say]:
     """Print each part of the work that is said, and until the end that it is still done."""
     has_ended, began = threading.Event(), time.monotonic()
 
+    def say(text: str) -> None:
+        nonlocal began
+        began = time.monotonic()
+        _print(text)
+
     def repeat() -> None:
-        while not has_ended.wait(_EVERY_S):
-            _print(f"still at it, {time.monotonic() - began:.0f} s")
+        while not has_ended.wait(1):
+            at_it_s = round(time.monotonic() - began)
+            if at_it_s and at_it_s % _EVERY_S == 0:
+                _print(f"still at it, {at_it_s} s")
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield _print
+        yield say
     finally:
         has_ended.set()
         thread.join()

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from shardtune.config import Config
-from shardtune.distributed.layout import Layout
 from shardtune.errors import DoesNotFit
 from shardtune.planner.arguments import read_config
 from shardtune.planner.command import machine_of, read_model
@@ -82,7 +81,7 @@ def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
 
 
 def _assumptions(config: Config) -> Iterator[str]:
-    checkpointing = Layout.of(config).checkpointing
+    checkpointing = config.model.activation_checkpointing
     yield (
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
         f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"

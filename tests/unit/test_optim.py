@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from shardtune.checkpoint.resume_rules import log_kinds
 from shardtune.config import OptimizerConfig, SchedulerConfig
 from shardtune.distributed.layout import Layout
-from shardtune.errors import RunFailed
+from shardtune.errors import RunFailed, UserError
+from shardtune.optimizers import rules
 from shardtune.optimizers.rules import RULES, AdamW8bit, FusedAdamW, find_rule
 from shardtune.training.optim import (
     build_optimizer,
@@ -200,3 +201,11 @@ def test_a_resume_names_all_that_it_computes_in_another_way_in_a_line(caplog):
     )
     assert "the loss was compiled, is eager, layers was compiled, is eager" in newer
     assert "loss" not in older and update not in newer
+
+
+def test_an_optimizer_of_other_weights_is_refused_with_those_that_it_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "RULES", [rules.FusedAdamW])
+    with pytest.raises(UserError, match=r"^optimizer.name=adamw does not .* - .*=float32$"):
+        rules.find_rule("adamw", "bfloat16")

@@ -52,6 +52,7 @@ def test_a_resume_warns_of_another_effective_batch(
     config = load(tmp_path, *now)
     world: Any = SimpleNamespace(size=ranks, layout=Layout.of(config, ranks))
     state = {"config": to_dict(load(tmp_path, *before))}
+    state["config"]["parallel"]["of_another_version"] = 1
     resumed: Any = SimpleNamespace(name="step-7", state=state, world_size=ranks_before)
     with caplog.at_level(logging.WARNING, "shardtune"):
         log_changes(resumed, config, world)

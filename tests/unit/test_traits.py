@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.commands import REPOSITORY
 
-from shardtune.model.traits import EXPERTS, FACTORS, TOP_K, Heads, heads
+from shardtune.model.traits import EXPERTS, FACTORS, TOP_K, Heads, heads, number
 
 NAMES = {*EXPERTS, *TOP_K, *FACTORS, "layer_types", "num_key_value_heads"}
 NAMES |= {"qk_nope_head_dim", "v_head_dim"}
@@ -79,3 +79,11 @@ def test_heads_have_the_widths_of_their_keys_and_values(
     settings: dict[str, int], expected: Heads
 ) -> None:
     assert heads(SimpleNamespace(**settings)) == expected
+
+
+def test_a_setting_is_a_number_where_all_layers_have_it() -> None:
+    values = {"same": [3, 3], "other": [3, 4], "none": [], "lists": [[1], [1]], "text": "4"}
+    settings = SimpleNamespace(**values)
+    assert {name: number(settings, name) for name in values} == dict.fromkeys(values, 0) | {
+        "same": 3
+    }
