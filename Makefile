@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # Two prerequisites at once: mypy beside the download of test data.
 MAKEFLAGS += --jobs=2
-.PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check versions docs bench clean
+.PHONY: help setup demo rehearse lint test-fast test test-full card mutants gpu-check versions docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -103,6 +103,9 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 # Everything, the long cases too.
 test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json .venv/.pretended $(ENGINE)/.installed
 	$(PYTEST) $(IN_PARALLEL) -m ''
+
+card:
+	@echo 'ERROR: make card is closed - read its result in docs/measured.md, or run make gpu-check' >&2; exit 2
 
 # Wrong edits that a test must notice; MUTANTS_ARGS="--only checkpoint" tries a part of them.
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json

@@ -23,7 +23,7 @@ class Tried:
     def __init__(self, longest: int = 0) -> None:
         self.longest = longest  # tokens of the longest document of all data
         self.ways = set[str]()  # how layers attended
-        # Why `document_attention` is not the model's own attention; None where it has been asked.
+        # What layers ask for and `document_attention` cannot do; None: it raises instead.
         self.objections: list[str] | None = None
         # The masks that the model made, with the window of each; None where it makes none.
         self.masks: list[tuple[torch.Tensor, int]] | None = None

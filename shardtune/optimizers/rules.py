@@ -40,7 +40,7 @@ class UpdateRule:
         name: that of `optimizer.name`.
         masters: dtypes of the weights that it updates.
         hyperparameters: the keys of `optimizer` that it reads beside `lr` and `weight_decay`.
-        price: what a run pays that takes it to save memory; empty where it saves none.
+        price: in words, of taking it to save memory; empty where it saves none.
         has_blocks: no rank's part of a matrix may cut a block of SCALE_BLOCK columns.
         is_fused: a kernel of PyTorch's updates many weights. Any other rule is compiled where that
             works.

@@ -92,6 +92,7 @@ def test_what_the_degrees_leave_fits_together(data: st.DataObject) -> None:
 def test_dtypes_and_places_follow_from_the_keys_and_the_device(
     given_: list[str], is_gpu: bool, expected: tuple[str | bool, ...]
 ) -> None:
+    assert Layout.of(configured(*given_), 1, is_gpu, "float32").compute_dtype == "float32"
     layout = Layout.of(configured(*given_), is_gpu=is_gpu)
     dtypes = layout.compute_dtype, layout.master_dtype, layout.device_dtype, layout.gradient_dtype
     assert (*dtypes, layout.offloads) == expected
