@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
-import pytest
 from helpers.configs import load
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -14,7 +12,7 @@ from shardtune.cluster.environment import banner, read_environment, set_defaults
 from shardtune.cluster.node_ranks import NodeRanks
 
 
-def test_the_defaults_of_the_launch_scripts_are_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_of_the_launch_scripts_are_the_guides(monkeypatch):
     monkeypatch.setattr(os, "environ", {"NODE_RANK": "1", "OMP_NUM_THREADS": "3"})
     environment = read_environment(os.environ, [])
     set_defaults(environment)
@@ -23,9 +21,7 @@ def test_the_defaults_of_the_launch_scripts_are_the_guides(monkeypatch: pytest.M
     assert [os.environ[name] for name in names] == ["enp26s0np0", "enp26s0np0", "3"]
 
 
-def test_the_flight_recorders_of_a_node_are_asked_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flight_recorders_of_a_node_are_asked_and_named(tmp_path, monkeypatch):
     """A thread stands in for NCCL, which listens at a pipe in one of two ranks."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     rendezvous = StaticTCPRendezvous("127.0.0.1", 0, 2, 3, "attempt0", 9)

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_page_runs_as_it_stands(folder: Path) -> None:
+def test_the_page_runs_as_it_stands(folder):
     page = (REPOSITORY / "docs/python.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     said, names = io.StringIO(), {}
@@ -48,7 +48,7 @@ def test_the_page_runs_as_it_stands(folder: Path) -> None:
     assert names["frame"]["step"].tolist() == [*range(1, 61)]
 
 
-def test_a_run_is_read_as_lists_that_pandas_takes(folder: Path) -> None:
+def test_a_run_is_read_as_lists_that_pandas_takes(folder):
     with (folder / "runs/demo/metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 7}\n')
     record = shardtune.read_run("runs/demo")
@@ -63,7 +63,7 @@ def test_a_run_is_read_as_lists_that_pandas_takes(folder: Path) -> None:
         shardtune.read_run(folder)
 
 
-def test_a_mapping_is_planned_as_the_file_that_has_its_keys(folder: Path) -> None:
+def test_a_mapping_is_planned_as_the_file_that_has_its_keys(folder):
     by_section = yaml.safe_load(Path("examples/demo.yaml").read_text(encoding="utf-8"))
     by_section["optimizer"]["lr"] = 4e-4  # text in YAML 1.1
     del by_section["model"]
@@ -89,14 +89,12 @@ def test_a_mapping_is_planned_as_the_file_that_has_its_keys(folder: Path) -> Non
         ({"model.path": MODEL, "data.train": "x"}, {"nodes": 0}, "nodes 0: no such machine"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    config: object, machine: dict[str, int], said: str
-) -> None:
+def test_what_cannot_be_planned_is_refused(config, machine, said):
     with pytest.raises(shardtune.UserError, match=said):
         shardtune.plan(config, **machine)  # type: ignore[arg-type]
 
 
-def test_the_import_takes_nothing_heavy() -> None:
+def test_the_import_takes_nothing_heavy():
     program = "import shardtune, sys; assert {'torch', 'numpy', 'pydantic'}.isdisjoint(sys.modules)"
     program += "; shardtune.read_run; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)

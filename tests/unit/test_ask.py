@@ -33,12 +33,7 @@ def greedy(folder: Path, prompt: str) -> str:
     return str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip()
 
 
-def test_both_models_answer_the_question(
-    models: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
     """The one behind the system's turn."""
     before = shutil.copytree(models["llama"], tmp_path / "before")
     after = with_weights(models["llama"], tmp_path / "run/model", sharpen)
@@ -70,9 +65,7 @@ def asking() -> dict[str, Any]:
     return runpy.run_path(str(REPOSITORY / "examples/ask.py"))
 
 
-def test_questions_of_unequal_length_are_answered_together_as_alone(
-    models: dict[str, Path], tmp_path: Path, asking: dict[str, Any]
-) -> None:
+def test_questions_of_unequal_length_are_answered_together_as_alone(models, tmp_path, asking):
     folder = with_weights(models["llama"], tmp_path / "model", sharpen)
     model = asking["Model"](folder, {})
     questions = ["which rank ?", "why does the ring stop when a node is gone ?", "what is it ?"]
@@ -83,8 +76,8 @@ def test_questions_of_unequal_length_are_answered_together_as_alone(
 
 
 def test_an_answer_counts_that_is_the_reference_but_for_case_and_a_full_stop(
-    models: dict[str, Path], asking: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    models, asking, monkeypatch
+):
     given = {"75": "75", "COMPLETE": "complete.", "16": "16 bytes", "gloo": "It is gloo", "2": "3"}
     monkeypatch.setattr(asking["Model"], "answer", lambda *_, **__: list(given.values()))
     model = asking["Model"](models["llama"], {})

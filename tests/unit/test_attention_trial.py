@@ -24,7 +24,7 @@ CHUNKS = {
 }
 
 
-def test_chunks_are_no_window() -> None:
+def test_chunks_are_no_window():
     """Masks tell the trial, whose documents are shorter than a chunk."""
     attention = decided(build("llama4_text", **CHUNKS))
     assert attention.by_layer
@@ -33,7 +33,7 @@ def test_chunks_are_no_window() -> None:
     assert not decided(build("llama4_text", **wide)).by_layer
 
 
-def test_a_prefix_that_sees_itself_is_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_that_sees_itself_is_another_mask(monkeypatch):
     from transformers.models.olmo3 import modeling_olmo3
 
     def prefixed(*given: Any, **named: Any) -> Any:
@@ -46,7 +46,7 @@ def test_a_prefix_that_sees_itself_is_another_mask(monkeypatch: pytest.MonkeyPat
     assert "another mask than the causal one within each document" in attention.text
 
 
-def test_a_window_of_the_layers_alone_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_of_the_layers_alone_is_none(monkeypatch):
     """Their own attention goes by the mask. Here it is full."""
     from transformers.models.olmo3 import modeling_olmo3
 
@@ -66,13 +66,13 @@ def test_a_window_of_the_layers_alone_is_none(monkeypatch: pytest.MonkeyPatch) -
         ("deepseek_v32", {"index_topk": 100}, "layers that read the mask"),
     ],
 )
-def test_what_it_has_not_is_named(family: str, settings: dict[str, Any], objection: str) -> None:
+def test_what_it_has_not_is_named(family, settings, objection):
     """A document may have 128 tokens, of which the indexer would leave 28 out."""
     attention = decided(build(family, **settings))
     assert attention.by_layer and objection in attention.text
 
 
-def test_a_small_leak_is_seen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_leak_is_seen_in_bfloat16(monkeypatch):
     """Loaded weights have no other dtype. Of Jamba's state 0.3% of the logits' spread."""
     model = build("jamba", initializer_range=0.03).bfloat16()
     assert decided(model).by_document
@@ -81,7 +81,7 @@ def test_a_small_leak_is_seen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> No
     assert "jamba has logits that change without the mask, by 0." in attention.text
 
 
-def test_the_architecture_is_asked_for_its_interface_and_not_fsdps_class() -> None:
+def test_the_architecture_is_asked_for_its_interface_and_not_fsdps_class():
     """Of that one transformers finds no source, and only rank 0 has asked a small copy before."""
     model = AutoModelForCausalLM.from_config(tiny_config("gptj"))
     sharded = type("Sharded", (FSDPModule, type(model)), {})

@@ -35,7 +35,7 @@ def listed(batch: Batch) -> dict[str, object]:
     return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in values}
 
 
-def test_a_flat_batch_is_one_row_whose_positions_restart(three: TokenDataset) -> None:
+def test_a_flat_batch_is_one_row_whose_positions_restart(three):
     assert listed(build_batch(three, [2, 0, 1], is_flat=True)) == {
         "input_ids": [[31, 32, 33, 34, 11, 12, 13, 21, 22]],
         "position_ids": [[0, 1, 2, 3, 0, 1, 2, 0, 1]],
@@ -48,7 +48,7 @@ def test_a_flat_batch_is_one_row_whose_positions_restart(three: TokenDataset) ->
     }
 
 
-def test_a_padded_batch_has_a_row_for_each_document(three: TokenDataset) -> None:
+def test_a_padded_batch_has_a_row_for_each_document(three):
     assert listed(build_batch(three, [2, 0, 1], is_flat=False)) == {
         "input_ids": [[31, 32, 33, 34], [11, 12, 13, 0], [21, 22, 0, 0]],
         "position_ids": None,
@@ -61,7 +61,7 @@ def test_a_padded_batch_has_a_row_for_each_document(three: TokenDataset) -> None
     }
 
 
-def test_each_rank_that_shares_a_row_has_a_slice_of_it(three: TokenDataset) -> None:
+def test_each_rank_that_shares_a_row_has_a_slice_of_it(three):
     slices = [listed(build_batch(three, [2, 0, 1], True, (number, 4))) for number in range(4)]
     whole = {"attention_mask": None, "lengths": [4, 3, 2], "boundaries": [0, 4, 7, 9]}
     whole["slices"] = [Layout(4, context=4, max_length=9).tokens_per_rank, 2, 2, 2]
@@ -80,9 +80,7 @@ def test_each_rank_that_shares_a_row_has_a_slice_of_it(three: TokenDataset) -> N
         }
 
 
-def test_a_row_of_fewer_tokens_than_ranks_has_an_untrained_one_for_each(
-    three: TokenDataset,
-) -> None:
+def test_a_row_of_fewer_tokens_than_ranks_has_an_untrained_one_for_each(three):
     slices = [build_batch(three, [1], True, (number, 5)) for number in range(5)]
     assert [each.input_ids.tolist() for each in slices] == [[[21]], [[22]], [[21]], [[22]], [[21]]]
     assert [each.targets.tolist() for each in slices] == [[22], [], [], [], []]
@@ -90,18 +88,14 @@ def test_a_row_of_fewer_tokens_than_ranks_has_an_untrained_one_for_each(
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_the_batch_of_a_rank_without_rows_trains_nothing(
-    is_flat: bool, three: TokenDataset
-) -> None:
+def test_the_batch_of_a_rank_without_rows_trains_nothing(is_flat, three):
     batch = build_batch(three, [], is_flat)
     assert batch.input_ids.tolist() == [[21, 22]]  # the shortest of the data
     assert batch.predicting.shape == batch.targets.shape == (0,)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm"])
-def test_flat_and_padded_batches_have_the_same_loss_and_an_empty_one_none(
-    family: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_flat_and_padded_batches_have_the_same_loss_and_an_empty_one_none(family, models, tmp_path):
     train = write(tmp_path / "train.jsonl", chats(12))
     data = DataConfig(train=str(train), max_length=250)
     encoder = build_encoder(str(models[family]), data, datetime.date(2025, 1, 1))

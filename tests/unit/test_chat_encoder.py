@@ -36,7 +36,7 @@ from shardtune.errors import UserError
 
 
 @pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
-def test_a_chat_trains_the_tokens_that_its_case_marks(case: dict) -> None:
+def test_a_chat_trains_the_tokens_that_its_case_marks(case):
     chat = encoder(
         TEMPLATES[case["template"]],
         case.get("loss_on", "assistant"),
@@ -68,9 +68,7 @@ CONTENTS = st.lists(st.sampled_from([*PIECES, "é", "🙂", "\t", "Ġ"]), max_si
 
 @given(st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_any_contents_train_the_answers_behind_the_prompts_of_inference(
-    exchanges: list[tuple[str, str]],
-) -> None:
+def test_any_contents_train_the_answers_behind_the_prompts_of_inference(exchanges):
     chat = encoder()
     messages = [m for question, reply in exchanges for m in (user(question), answer(reply))]
     record = chat.encode_messages(messages)
@@ -95,7 +93,7 @@ def test_any_contents_train_the_answers_behind_the_prompts_of_inference(
 # Where a turn begins
 
 
-def test_a_beginning_that_would_merge_into_the_prompt_is_tokenized_apart() -> None:
+def test_a_beginning_that_would_merge_into_the_prompt_is_tokenized_apart():
     record = encoder().encode_messages([user("q1"), answer("\nx")])
     (sequence,) = record.sequences
     tokenizer = bytes_tokenizer()
@@ -105,7 +103,7 @@ def test_a_beginning_that_would_merge_into_the_prompt_is_tokenized_apart() -> No
     assert record.added_tokens == 0
 
 
-def test_turns_that_would_merge_are_one_sequence_each() -> None:
+def test_turns_that_would_merge_are_one_sequence_each():
     # Behind the first turn inference sees its text tokenized as a whole, with the merged token.
     record = encoder().encode_messages([user("q1"), answer("\nx"), user("q2"), answer("a2")])
     tokenizer = bytes_tokenizer()
@@ -122,7 +120,7 @@ def test_turns_that_would_merge_are_one_sequence_each() -> None:
 # Where a turn ends
 
 
-def test_a_stop_token_that_swallows_the_line_break_behind_it_is_trained() -> None:
+def test_a_stop_token_that_swallows_the_line_break_behind_it_is_trained():
     # Phi-3's end token strips to its right
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
@@ -132,7 +130,7 @@ def test_a_stop_token_that_swallows_the_line_break_behind_it_is_trained() -> Non
     assert show(tokenizer, sequence) == text + text.replace("1", "2")
 
 
-def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused() -> None:
+def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused():
     tokenizer = bytes_tokenizer(CHATML.replace("<|im_end|>", "x"))
     chat = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(["x"]), "assistant", DATE, "T")
     with pytest.raises(ChatError, match="writes the stop token of T as other tokens"):
@@ -154,7 +152,7 @@ CALLS = CHATML.replace(
     "write", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}"]
 )
 @pytest.mark.parametrize("content", [None, "", "I call"])
-def test_tool_calls_are_trained(write: str, content: str | None) -> None:
+def test_tool_calls_are_trained(write, content):
     arguments = {
         "s": 'a "b" \\ \n é',
         "n": 1.5,
@@ -171,7 +169,7 @@ def test_tool_calls_are_trained(write: str, content: str | None) -> None:
     assert show(bytes_tokenizer(), sequence) == Q1 + A + f"‹{content or ''}{calls}<|im_end|>›\n"
 
 
-def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them() -> None:
+def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them():
     template = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
     messages = [user("q1"), answer("x", tool_calls=[call({"s": "é <|im_end|>"})])]
     (sequence,) = encoder(template).encode_messages(messages).sequences
@@ -184,7 +182,7 @@ def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them() -> None:
 # Dates
 
 
-def test_a_template_with_todays_date_gets_the_given_one() -> None:
+def test_a_template_with_todays_date_gets_the_given_one():
     date = "\n{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{{ strftime_now( \"it's %H\" ) }}\n"
     date += "{% set f = '%d.%m.' %}{% macro d() %}{{ strftime_now(f) }}{% endmacro %}{{ d() }}"
     (sequence,) = encoder(date + CHATML).encode_messages(TWO_TURNS).sequences
@@ -197,7 +195,7 @@ def test_a_template_with_todays_date_gets_the_given_one() -> None:
     "directives",
     ["%x %c %T", "%D %F %R %r %n%t", "%e %-d %_m %^a", "%u%U%W%V%G%g%C%h%k%l%I", "%%Y 5%%"],
 )
-def test_every_directive_of_a_date_is_written(directives: str) -> None:
+def test_every_directive_of_a_date_is_written(directives):
     chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
     (sequence,) = chat.encode_messages(TWO_TURNS).sequences
     written = show(chat.tokenizer, sequence).partition("!")[0]
@@ -205,7 +203,7 @@ def test_every_directive_of_a_date_is_written(directives: str) -> None:
 
 
 @pytest.mark.parametrize("directive", ["%Q", "%10d", "100%"])
-def test_a_directive_that_is_none_is_refused(directive: str) -> None:
+def test_a_directive_that_is_none_is_refused(directive):
     with pytest.raises(
         ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"
     ):
@@ -248,14 +246,14 @@ WHOLE = Q1 + A + "a1<|im_end|>\n" + Q2 + A + "a2<|im_end|>\n"
         ),
     ],
 )
-def test_flags_decide_over_loss_on(loss_on: str, messages: list, expected: str | None) -> None:
+def test_flags_decide_over_loss_on(loss_on, messages, expected):
     sequences = encoder(loss_on=loss_on).encode_messages(messages).sequences
     assert [show(bytes_tokenizer(), sequence) for sequence in sequences] == (
         [expected] if expected else []
     )
 
 
-def test_an_untrained_turn_is_context_without_a_prompt_of_its_own() -> None:
+def test_an_untrained_turn_is_context_without_a_prompt_of_its_own():
     messages = [answer("hello", train=False), user("q1"), answer("a1")]
     (sequence,) = encoder().encode_messages(messages).sequences
     assert (
@@ -263,13 +261,13 @@ def test_an_untrained_turn_is_context_without_a_prompt_of_its_own() -> None:
     )
 
 
-def test_a_template_does_not_see_the_flags() -> None:
+def test_a_template_does_not_see_the_flags():
     template = "{% for m in messages if 'train' in m or 'weight' in m %}!{% endfor %}" + CHATML
     (sequence,) = encoder(template).encode_messages(FLAGGED).sequences
     assert show(bytes_tokenizer(), sequence) == WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")
 
 
-def test_flags_that_loss_on_all_cannot_follow() -> None:
+def test_flags_that_loss_on_all_cannot_follow():
     chat = encoder(loss_on="all")
     with pytest.raises(
         ChatError, match=r"messages\[0\] \(user\) is not to be trained, and data.loss_on"
@@ -287,7 +285,7 @@ def test_flags_that_loss_on_all_cannot_follow() -> None:
 
 
 @pytest.mark.parametrize("kind", ["always", "first", "unigram"])
-def test_a_tokenizer_of_words_trains_the_answers_alone(kind: str) -> None:
+def test_a_tokenizer_of_words_trains_the_answers_alone(kind):
     tokenizer = words_tokenizer(kind)
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id, stop], "assistant", DATE)
@@ -304,7 +302,7 @@ def test_a_tokenizer_of_words_trains_the_answers_alone(kind: str) -> None:
         assert sequence.input_ids[end - 1] == stop
 
 
-def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None:
+def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart():
     # GPT-2's pattern keeps the last line break for the word that follows: alone, the prompt ends
     # in other tokens.
     tokenizer = bytes_tokenizer(
@@ -319,7 +317,7 @@ def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None
     assert show(tokenizer, sequence).endswith("assistant\n\n‹x<|im_end|>›\n")
 
 
-def test_a_template_that_writes_one_of_two_equal_parts_is_refused() -> None:
+def test_a_template_that_writes_one_of_two_equal_parts_is_refused():
     first = CHATML.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
     part = {"type": "text", "text": "xyz"}
     assert encoder(first).encode_messages([user("q1"), answer([part])]).sequences
@@ -327,7 +325,7 @@ def test_a_template_that_writes_one_of_two_equal_parts_is_refused() -> None:
         encoder(first).encode_messages([user("q1"), answer([part, part])])
 
 
-def test_a_template_is_chosen_by_name() -> None:
+def test_a_template_is_chosen_by_name():
     tokenizer = bytes_tokenizer({"default": CHATML, "tool_use": "tools!" + CHATML})
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
     tools = [{"type": "function", "function": {"name": "g"}}]
@@ -336,7 +334,7 @@ def test_a_template_is_chosen_by_name() -> None:
         assert show(tokenizer, sequence).startswith(begin)
 
 
-def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out() -> None:
+def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out():
     tokenizer = bytes_tokenizer()
     eos = tokenizer.eos_token_id
     with pytest.raises(UserError, match="has no stop token"):
@@ -344,7 +342,7 @@ def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out() -> None:
     assert ChatEncoder(tokenizer, [10**6, eos], "all", DATE).stop_token_ids == [eos]
 
 
-def test_fields_of_messages_that_the_template_does_not_mention_are_unread() -> None:
+def test_fields_of_messages_that_the_template_does_not_mention_are_unread():
     more = {"weight": 0, "train": False, "name": "n", "none": None, "tool_call_id": "1"}
     messages = [user("q"), answer("a", thinking="t", **more), answer("b", train=True)]
     record = {"messages": messages, "tools": [{"x": 1}]}
@@ -356,7 +354,7 @@ def test_fields_of_messages_that_the_template_does_not_mention_are_unread() -> N
     assert named.unread_fields({"text": "a"}) == []
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -> None:
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
     tokenizer = bytes_tokenizer()
     eos = tokenizer.eos_token_id
     given = tokenizer, str(tmp_path), LlamaConfig(eos_token_id=7)
@@ -381,9 +379,7 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path
         ("raises on all", None, "<|im_start|>user", None),
     ],
 )
-def test_the_tokens_in_front_of_turns_tell_a_rendered_text(
-    template: str, bos: str | None, text: str, token: str | None
-) -> None:
+def test_the_tokens_in_front_of_turns_tell_a_rendered_text(template, bos, text, token):
     chat = encoder(TEMPLATES.get(template, "{{ raise_exception('no') }}"))
     chat.tokenizer.bos_token = bos
     note = next(chat.template.rendered_already({"text": text}), None)
@@ -392,7 +388,7 @@ def test_the_tokens_in_front_of_turns_tell_a_rendered_text(
     assert [found for _, found in notes] == [token] * bool(token)
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code_of.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))

@@ -359,9 +359,7 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_stock_template_trains_its_answers_or_is_refused(
-    templates: Path, name: str, loss_on: str
-) -> None:
+def test_a_stock_template_trains_its_answers_or_is_refused(templates, name, loss_on):
     row = ROWS[name]
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(row.stops, template)
@@ -376,7 +374,7 @@ def test_a_stock_template_trains_its_answers_or_is_refused(
             print(name, case, encoder.encode_messages(*conversation(case, row)))
 
 
-def test_every_stock_template_has_a_row(templates: Path) -> None:
+def test_every_stock_template_has_a_row(templates):
     names = {path.stem for path in templates.glob("*.jinja") if not path.stem.endswith("_training")}
     assert names == set(ROWS)
 
@@ -444,7 +442,7 @@ TALKS = {"plain": CASES["single"], "reasoned": REASONED, "two": TWO, "two reason
 
 
 @pytest.mark.parametrize(("name", "thinks", "talk"), THINKING)
-def test_masks_follow_enable_thinking(templates: Path, name: str, thinks: bool, talk: str) -> None:
+def test_masks_follow_enable_thinking(templates, name, thinks, talk):
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     row, options = ROWS[name], {"enable_thinking": thinks}
     tokenizer = make_tokenizer(row.stops, template)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +24,13 @@ from shardtune.errors import Aborted, RunFailed, UserError
         (["export", "a", "b", "--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
     ],
 )
-def test_a_wrong_command_line_is_refused(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_refused(arguments, line, capsys):
     assert run(arguments) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"ERROR: {line}") and errors.count("\n") == 1
 
 
-def test_garbage_is_collected_once_a_command_has_imported(tmp_path: Path) -> None:
+def test_garbage_is_collected_once_a_command_has_imported(tmp_path):
     assert run(["verify", str(tmp_path / "nothing")]) != 0
     assert gc.isenabled()
 
@@ -48,13 +45,7 @@ def test_garbage_is_collected_once_a_command_has_imported(tmp_path: Path) -> Non
         (BrokenPipeError(), 0, []),
     ],
 )
-def test_an_error_has_its_exit_code(
-    error: BaseException,
-    code: int,
-    lines: list[str],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_has_its_exit_code(error, code, lines, capfd, monkeypatch):
     def fail(*_: Any) -> None:
         raise error
 
@@ -65,7 +56,7 @@ def test_an_error_has_its_exit_code(
     assert errors[len(errors) - len(lines) :] == lines
 
 
-def test_a_reader_may_close_the_pipe() -> None:
+def test_a_reader_may_close_the_pipe():
     command = [sys.executable, "-m", "shardtune", "config-schema"]
     started = subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -76,7 +67,7 @@ def test_a_reader_may_close_the_pipe() -> None:
 
 
 @pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])
-def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
+def test_missing_packages_are_named(module, tmp_path):
     """An interpreter that finds no site-packages has none of the requirements."""
     done = completed(
         [sys.executable, "-S", "-m", module], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from shardtune.errors import RunFailed
 
 
 @pytest.mark.parametrize("disks", [1, 2])
-def test_a_file_that_lost_its_end_is_not_committed(
-    disks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_lost_its_end_is_not_committed(disks, tmp_path, monkeypatch):
     def loses_a_byte(close: Callable[[int], None], handle: int) -> None:
         os.ftruncate(handle, os.fstat(handle).st_size - 1)
         close(handle)
@@ -35,9 +32,7 @@ def test_a_file_that_lost_its_end_is_not_committed(
     assert not list(tmp_path.glob("disk*/checkpoints/*"))
 
 
-def test_a_save_that_lacks_a_part_of_a_tensor_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_lacks_a_part_of_a_tensor_is_not_committed(tmp_path, monkeypatch):
     def forgetful(tensors: Mapping[str, torch.Tensor], world: World) -> Any:
         own, kinds = slices_to_write(tensors, world)
         return {name: own[name] for name in own if name != "model.linear.weight"}, kinds
@@ -50,7 +45,7 @@ def test_a_save_that_lacks_a_part_of_a_tensor_is_not_committed(
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_saves_leave_no_messages_in_the_store(tmp_path: Path) -> None:
+def test_saves_leave_no_messages_in_the_store(tmp_path):
     run = Run(tmp_path)
     store, counts = run.worlds[0].store, []
     for step in (1, 2, 3):

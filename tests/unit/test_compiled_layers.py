@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,8 +109,8 @@ def loss_of(model: Any, tokens: int = 17) -> torch.Tensor:
     ],
 )
 def test_a_layer_is_a_few_graphs_for_all_lengths_that_break_at_attention_alone(
-    name: str, graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, graphs, monkeypatch
+):
     model = small(name)
     expected = [loss_of(model, tokens).item() for tokens in (12, 17, 30)]
     compile_with(model, GRAPHS_ALONE, monkeypatch, setting=True)
@@ -139,11 +138,8 @@ def no_backward(graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("backend", [no_backend, no_backward])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
-    backend: Any,
-    checkpointing: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    backend, checkpointing, monkeypatch, caplog
+):
     model = small("llama-3-8b")
     expected = loss_of(model)
     (gradient,) = torch.autograd.grad(expected, model.model.embed_tokens.weight)
@@ -165,9 +161,7 @@ def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
     assert lines[1].startswith("Compile: layers run eager, since LlamaDecoderLayer cannot be ")
 
 
-def test_with_true_a_layer_that_cannot_be_compiled_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_true_a_layer_that_cannot_be_compiled_is_refused(monkeypatch):
     model = small("llama-3-8b")
     compile_with(model, no_backend, monkeypatch, setting=True)
     with pytest.raises(RunFailed, match=r"model\.compile=true: LlamaDecoderLayer cannot .* - "):
@@ -185,13 +179,8 @@ def test_with_true_a_layer_that_cannot_be_compiled_is_refused(
     ],
 )
 def test_auto_compiles_on_gpus_where_every_rank_can(
-    setting: Any,
-    device: str,
-    able: list[bool],
-    said: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    setting, device, able, said, monkeypatch, caplog
+):
     monkeypatch.setattr(compiling, "can_compile", lambda _: able[0])
     model = small("llama-3-8b")
     world: Any = SimpleNamespace(
@@ -233,9 +222,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.full
-def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(monkeypatch):
     """So products are not computed again: two are in the backward for each in the forward."""
     tokens, model = 40, small("llama-3-8b")
     checkpoint(model, "selective")
@@ -268,9 +255,7 @@ def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
     assert sum(kept.values()) <= 1.01 * 4 * tokens * of_token
 
 
-def test_compiled_layers_with_experts_are_checkpointed_as_eager_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_layers_with_experts_are_checkpointed_as_eager_ones(monkeypatch):
     """Their experts run outside the graphs, and would keep all that they compute."""
     model = small("glm-4.5-air")
     checkpoint(model, "selective")
@@ -295,8 +280,8 @@ def require_workers(number: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ranks, tmp_path, monkeypatch
+):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     finish(on_ranks(ranks, require_workers, max(1, min(32, cores // ranks)), cwd=tmp_path))

@@ -35,7 +35,7 @@ def square(x: torch.Tensor) -> None:
     x.mul_(x).add_(3)
 
 
-def test_all_that_is_compiled_adds_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_compiled_adds_up_in_one_order(monkeypatch):
     """Else a GPU takes the fastest of some kernels, of which each has an order of its own."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch, "compile", lambda _, **options: given.update(options))
@@ -44,7 +44,7 @@ def test_all_that_is_compiled_adds_up_in_one_order(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.full
-def test_a_function_is_compiled_once_for_all_lengths() -> None:
+def test_a_function_is_compiled_once_for_all_lengths():
     compilations = torch._dynamo.utils.counters["stats"]
     compiled = compiled_or_eager(square, "the square", CPU)
     before = compilations["unique_graphs"]
@@ -55,9 +55,7 @@ def test_a_function_is_compiled_once_for_all_lengths() -> None:
     assert compilations["unique_graphs"] == before + 1
 
 
-def test_without_a_compiler_functions_run_eager_and_it_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_a_compiler_functions_run_eager_and_it_is_said_once(caplog):
     x = torch.full((5,), 2.0)
     with (
         inductor.patch({"cpp.cxx": ("/nowhere/c++",), "force_disable_caches": True}),
@@ -70,9 +68,7 @@ def test_without_a_compiler_functions_run_eager_and_it_is_said_once(
     assert line.startswith("Compile: nothing is compiled for this CPU (")
 
 
-def test_a_function_that_cannot_be_compiled_runs_eager_and_is_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_function_that_cannot_be_compiled_runs_eager_and_is_named_once(caplog):
     def with_a_break(x: torch.Tensor) -> None:
         x.add_(1)
         torch._dynamo.graph_break()

@@ -14,7 +14,7 @@ from helpers.chat_cases import (
     words_tokenizer,
 )
 
-from shardtune.data.chat_encoder import ChatEncoder, ChatError, Text
+from shardtune.data.chat_encoder import ChatEncoder, ChatError
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,13 @@ from shardtune.data.chat_encoder import ChatEncoder, ChatError, Text
         (TWO_TURNS[:3], TWO_TURNS[3:], Q1 + A + "a1<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n"),
     ],
 )
-def test_a_completion_is_trained_and_its_prompt_is_context(
-    prompt: Text, completion: Text, expected: str
-) -> None:
+def test_a_completion_is_trained_and_its_prompt_is_context(prompt, completion, expected):
     chat = encoder()
     (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
     assert show(chat.tokenizer, sequence) == expected
 
 
-def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too() -> None:
+def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too():
     chat = encoder(loss_on="all")
     (sequence,) = chat.encode_prompt_completion("q: ", "a").sequences
     tokens = chat.tokenizer.convert_ids_to_tokens(sequence.input_ids)
@@ -47,7 +45,7 @@ def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too() -> Non
 
 
 @pytest.mark.parametrize("kind", ["always", "first"])
-def test_plain_text_has_the_bos_of_its_tokenizer_once(kind: str) -> None:
+def test_plain_text_has_the_bos_of_its_tokenizer_once(kind):
     tokenizer = words_tokenizer(kind)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
     (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
@@ -64,7 +62,7 @@ def test_plain_text_has_the_bos_of_its_tokenizer_once(kind: str) -> None:
         assert tokenizer.decode(sequence.input_ids[1:-1]).strip() == "hello world"
 
 
-def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused() -> None:
+def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused():
     # Behind a part of a word this tokenizer cannot begin a text without a blank.
     tokenizer = words_tokenizer("always")
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
@@ -76,7 +74,7 @@ def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused() -> None:
     ("text", "expected"),
     [("xyz", "x‹yz<|im_end|>›"), ("xyz<|im_end|>", "x‹yz<|im_end|>›"), ("", "<|im_end|>")],
 )
-def test_a_text_is_trained_whole_with_an_end_token(text: str, expected: str) -> None:
+def test_a_text_is_trained_whole_with_an_end_token(text, expected):
     chat = encoder()
     record = chat.encode_text(text)
     assert show(chat.tokenizer, record.sequences[0]) == expected

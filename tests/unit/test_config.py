@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +27,7 @@ def problems(
     return lines
 
 
-def test_every_key_has_its_default(tmp_path: Path) -> None:
+def test_every_key_has_its_default(tmp_path):
     config = load(tmp_path)
     assert to_dict(config) == DEFAULTS
     assert config.optimizer.betas == (0.9, 0.95)
@@ -37,7 +36,7 @@ def test_every_key_has_its_default(tmp_path: Path) -> None:
     }
 
 
-def test_values_come_from_file_then_environment_then_command_line(tmp_path: Path) -> None:
+def test_values_come_from_file_then_environment_then_command_line(tmp_path):
     distributed = "distributed: {join_timeout_s: 7, step_timeout_s: 8}\n"
     text = f"{MINIMAL}{distributed}train: {{epochs: 4, max_steps: 9}}\n"
     config = load(tmp_path, "train.epochs=5", text=text)
@@ -90,8 +89,8 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("key", "text", "expected"), ACCEPTED)
 def test_an_allowed_value_is_accepted_from_the_file_and_the_command_line(
-    tmp_path: Path, key: str, text: str, expected: Any
-) -> None:
+    tmp_path, key, text, expected
+):
     section, _, name = key.partition(".")
     sections = yaml.safe_load(MINIMAL)
     sections.setdefault(section, {})[name] = "HERE"
@@ -148,15 +147,13 @@ NOT_ALLOWED = {
 @pytest.mark.parametrize(
     ("key", "text"), [(key, text) for key in NOT_ALLOWED for text in NOT_ALLOWED[key][1].split()]
 )
-def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
-    tmp_path: Path, key: str, text: str
-) -> None:
+def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(tmp_path, key, text):
     (problem,) = problems(tmp_path, f"{key}={text}")
     assert problem.startswith(f"{key} = ")
     assert problem.endswith(f" (command line) is not allowed - use {NOT_ALLOWED[key][0]}")
 
 
-def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:
+def test_every_problem_of_a_list_of_sources_is_named(tmp_path):
     sources = (
         "[{path: x/a.jsonl, weight: -1}, {path: a.json}, b.jsonl, {name: d}, "
         "{path: c, wieght: 2, max_records: 0, loss_on: some, name: '', 1: 2}]"
@@ -180,7 +177,7 @@ def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:
     assert problem == "data.train (command line) has no weight above 0 - give a source one"
 
 
-def test_columns_have_our_names(tmp_path: Path) -> None:
+def test_columns_have_our_names(tmp_path):
     assert problems(tmp_path, "data.columns={message: chat, text: 3}") == [
         "data.columns.message (command line) is not known - the nearest known one is messages",
         "data.columns.text = 3 (command line) is not allowed - it should be a valid string",
@@ -191,9 +188,7 @@ def test_columns_have_our_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["run.dir", "run.resume", "model.path", "data.train", "data.eval"])
-def test_a_path_may_begin_with_a_home(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_may_begin_with_a_home(key, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert value(load(tmp_path, f"{key}=~/x"), key) == f"{tmp_path}/x"
 
@@ -209,7 +204,7 @@ def test_a_path_may_begin_with_a_home(
         ("checkpoints.every_steps", "checkpoint.every_steps"),
     ],
 )
-def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) -> None:
+def test_unknown_key_names_the_nearest(tmp_path, name, nearest):
     assert problems(tmp_path, f"{name}=1") == [
         f"{name} (command line) is not known - the nearest known one is {nearest}"
     ]
@@ -226,9 +221,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) 
         ),
     ],
 )
-def test_a_problem_of_the_configuration_file_is_named(
-    tmp_path: Path, text: str, problem: str
-) -> None:
+def test_a_problem_of_the_configuration_file_is_named(tmp_path, text, problem):
     assert problems(tmp_path, text=f"{MINIMAL}{text}\nlogging:\n") == [problem]
 
 
@@ -246,9 +239,7 @@ def test_a_problem_of_the_configuration_file_is_named(
         (None, "No such file"),
     ],
 )
-def test_a_configuration_file_that_cannot_be_read_is_refused(
-    tmp_path: Path, text: str | bytes | None, reason: str
-) -> None:
+def test_a_configuration_file_that_cannot_be_read_is_refused(tmp_path, text, reason):
     file = tmp_path / "small.yaml"
     if isinstance(text, str):
         file.write_text(MINIMAL + text if "line 3" in reason else text, encoding="utf-8")
@@ -261,7 +252,7 @@ def test_a_configuration_file_that_cannot_be_read_is_refused(
     assert reason in problem.replace(f'"{file}"', '"FILE"') and "\n" not in problem
 
 
-def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_required_key_that_is_missing_is_named(tmp_path):
     required = [
         f"{key} is required - set it in the file, or write {key}=..."
         for key in ("model.path", "data.train")
@@ -270,7 +261,7 @@ def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     assert load(tmp_path, "model.path=m", "data.train=d", text="").model.path == "m"
 
 
-def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> None:
+def test_assignments_must_be_of_the_form_key_equals_value(tmp_path):
     assert problems(tmp_path, "other.yaml", "train.epochs", "3", "train.warmup_ratio", "lr=1") == [
         "other.yaml is not an assignment - write section.key=value",
         "train.epochs is not an assignment - write train.epochs=value",
@@ -289,7 +280,7 @@ def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> Non
     assert load(tmp_path, "run.dir=@here").run.dir == "@here"  # which YAML rejects
 
 
-def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once(tmp_path):
     text = "model: {pat: m}\ntrain: {epochs: 0}\n"
     assignments = ["lr=1", "export.dtype=fp8", "logging.profile_steps=[0, 2]"]
     lines = problems(tmp_path, *assignments, text=text, environ={"JOIN_TIMEOUT": "soon"})
@@ -322,18 +313,18 @@ REMARKS = [
 
 @pytest.mark.parametrize(("assignments", "setting", "reason"), REMARKS)
 def test_a_value_that_another_setting_switches_off_is_remarked(
-    tmp_path: Path, assignments: str, setting: str, reason: str
-) -> None:
+    tmp_path, assignments, setting, reason
+):
     expected = f"{setting} (command line) has no effect: {reason}"
     assert remarks(load(tmp_path, *assignments.split())) == [expected]
 
 
-def test_a_value_that_is_used_or_is_the_default_is_not_remarked(tmp_path: Path) -> None:
+def test_a_value_that_is_used_or_is_the_default_is_not_remarked(tmp_path):
     used = ("data.eval_fraction=0.1", "eval.every_steps=5", "scheduler.min_lr_ratio=0")
     assert remarks(load(tmp_path, *used, "lora.alpha=null", "lora.targets=all-linear")) == []
 
 
-def test_an_option_may_stand_between_assignments(tmp_path: Path) -> None:
+def test_an_option_may_stand_between_assignments(tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(MINIMAL, encoding="utf-8")
     arguments = ["train.epochs=1", "--config", str(file), "train.max_steps=2"]
@@ -341,6 +332,6 @@ def test_an_option_may_stand_between_assignments(tmp_path: Path) -> None:
     assert (config.train.epochs, config.train.max_steps) == (1, 2)
 
 
-def test_a_configuration_is_read_without_torch() -> None:
+def test_a_configuration_is_read_without_torch():
     code = "import shardtune.config_io, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ SHIPPED = REPOSITORY / "config.yaml"
 @pytest.mark.parametrize(
     "text", ["1e-5", "#x: [y]", 'quo"te\\', "é😀", "null", " a ", "long " * 60]
 )
-def test_written_configuration_loads_again(tmp_path: Path, text: str) -> None:
+def test_written_configuration_loads_again(tmp_path, text):
     quoted = yaml.safe_dump(text, default_style='"').strip()
     config = load(tmp_path, f"data.eval={quoted}", "lora.targets=[1e5x, '2']")
     written = tmp_path / "config.yaml"
@@ -42,7 +41,7 @@ def test_written_configuration_loads_again(tmp_path: Path, text: str) -> None:
     assert to_dict(load_config(written, [], {})) == to_dict(config)
 
 
-def test_written_configuration_names_the_origin_of_every_value(tmp_path: Path) -> None:
+def test_written_configuration_names_the_origin_of_every_value(tmp_path):
     config = load(tmp_path, "optimizer.lr=3e-5", environ={"JOIN_TIMEOUT": "30"})
     write_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text(encoding="utf-8")
@@ -61,12 +60,12 @@ scheduler.* eval.* checkpoint.* export.* logging.* distributed.*
 """
 
 
-def test_a_resume_may_change_some_keys() -> None:
+def test_a_resume_may_change_some_keys():
     allowed = {key for key in KEYS if {key, f"{key.partition('.')[0]}.*"} & set(MAY_CHANGE.split())}
     assert {key for key in KEYS if resume_may_change(key)} == allowed
 
 
-def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_path: Path) -> None:
+def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_path):
     current = load(tmp_path, "train.epochs=5", "lora.targets=[q]")
     saved = to_dict(load(tmp_path))
     assert changed_keys(saved, load(tmp_path)) == []
@@ -84,9 +83,7 @@ def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_pa
     assert not resume_may_change("model.gone")
 
 
-def test_keys_of_another_version_end_a_resume_where_their_section_must_not_change(
-    tmp_path: Path,
-) -> None:
+def test_keys_of_another_version_end_a_resume_where_their_section_must_not_change(tmp_path):
     config = load(tmp_path)
     saved = to_dict(config)
     manifest = {"state": {"config": saved}, "versions": {"shardtune": "9.1"}}
@@ -101,9 +98,7 @@ def test_keys_of_another_version_end_a_resume_where_their_section_must_not_chang
     assert "train.gone" not in problem
 
 
-def test_a_checkpoint_without_the_newest_keys_keeps_its_choice_of_resharding(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_without_the_newest_keys_keeps_its_choice_of_resharding(tmp_path):
     """A key that a checkpoint lacks had its default, so its ranks were arranged alike."""
     config = load(tmp_path, "parallel.expert=2")
     saved = to_dict(config)
@@ -121,7 +116,7 @@ def test_a_checkpoint_without_the_newest_keys_keeps_its_choice_of_resharding(
         assert saved_reshard_policy(run) == policy
 
 
-def test_shipped_configuration_holds_every_key_and_has_no_remarks() -> None:
+def test_shipped_configuration_holds_every_key_and_has_no_remarks():
     config = load_config(SHIPPED, [], {})
     assert set(config.origins) == set(KEYS) and set(config.origins.values()) == {"file"}
     assert remarks(config) == []
@@ -131,7 +126,7 @@ def test_shipped_configuration_holds_every_key_and_has_no_remarks() -> None:
     assert (rows, train.epochs) == (32, 3)
 
 
-def test_every_shipped_key_has_a_comment() -> None:
+def test_every_shipped_key_has_a_comment():
     text, section = SHIPPED.read_text(encoding="utf-8"), ""
     for name, comment, key in re.findall(r"^(\w+):$|^((?:  # .+\n)*)  (\w+):", text, re.MULTILINE):
         section = name or section

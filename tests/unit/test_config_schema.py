@@ -17,15 +17,13 @@ SCHEMA = REPOSITORY / "docs/config.schema.json"
     ("arguments", "file"),
     [([], "docs/config.schema.json"), (["--markdown"], "docs/configuration.md")],
 )
-def test_the_committed_description_is_current(
-    arguments: list[str], file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_committed_description_is_current(arguments, file, capsys):
     assert run(["config-schema", *arguments]) == 0
     printed = capsys.readouterr().out
     assert printed == (REPOSITORY / file).read_text(encoding="utf-8"), "run `make docs`"
 
 
-def test_every_key_has_its_default_and_a_description() -> None:
+def test_every_key_has_its_default_and_a_description():
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     assert set(schema["properties"]) == set(DEFAULTS)
     required = []

@@ -17,12 +17,12 @@ POD = JOB["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 
 
-def test_kubernetes_knows_every_field() -> None:
+def test_kubernetes_knows_every_field():
     for each in OBJECTS:  # by the oldest version with a stable podFailurePolicy
         kubernetes_validate.validate(each, "1.31", strict=True)
 
 
-def test_the_pods_find_node_0_and_their_ranks() -> None:
+def test_the_pods_find_node_0_and_their_ranks():
     name, spec = JOB["metadata"]["name"], JOB["spec"]
     assert SERVICE["spec"]["clusterIP"] == "None"
     assert SERVICE["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
@@ -44,7 +44,7 @@ def test_the_pods_find_node_0_and_their_ranks() -> None:
     assert volumes[memory]["emptyDir"]["medium"] == "Memory"
 
 
-def test_a_refusal_fails_the_job_and_a_stop_after_a_save_does_not_count() -> None:
+def test_a_refusal_fails_the_job_and_a_stop_after_a_save_does_not_count():
     rules = JOB["spec"]["podFailurePolicy"]["rules"]
     actions = {
         code: rule["action"]
@@ -55,7 +55,7 @@ def test_a_refusal_fails_the_job_and_a_stop_after_a_save_does_not_count() -> Non
     assert POD["restartPolicy"] == "Never" and POD["terminationGracePeriodSeconds"] > 600
 
 
-def test_the_image_has_a_python_that_ci_tests_and_the_pinned_requirements() -> None:
+def test_the_image_has_a_python_that_ci_tests_and_the_pinned_requirements():
     steps = instructions()
     workflow = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text("utf-8"))
     (job,) = workflow["jobs"].values()

@@ -56,9 +56,7 @@ def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
         ("gptj", "needs attention without a mask, and this model attends under one ("),
     ],
 )
-def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(
-    family: str, words: str
-) -> None:
+def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(family, words):
     shared = ["parallel.context=2"]
     for packing in ("true", "false"):
         found = problems(family, *shared, f"data.packing={packing}")
@@ -68,7 +66,7 @@ def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(
     assert not problems(family, *shared, *settings)
 
 
-def test_degrees_that_do_not_divide_are_refused_with_those_that_do() -> None:
+def test_degrees_that_do_not_divide_are_refused_with_those_that_do():
     (ranks,) = problems("llama", "parallel.context=3")
     assert ranks == "parallel.context=3 does not divide the world size, 4 - use one of 1, 2, 4"
     (ranks,) = problems("llama", "parallel.context=4", "parallel.stages=2")

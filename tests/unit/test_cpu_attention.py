@@ -38,9 +38,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("key_heads", "value_width"), [(6, 16), (2, 16), (1, 16), (2, 12)])
-def test_tiled_attention_is_as_near_to_float64_as_the_fused_kernel(
-    key_heads: int, value_width: int
-) -> None:
+def test_tiled_attention_is_as_near_to_float64_as_the_fused_kernel(key_heads, value_width):
     given = projections(key_heads, value_width)
     exact = tuple(x.detach().double().requires_grad_() for x in given)
     gradient = torch.randn(1, sum(LENGTHS), 6, value_width).bfloat16()
@@ -63,7 +61,7 @@ def test_tiled_attention_is_as_near_to_float64_as_the_fused_kernel(
         assert distance(found, exactly) < max(4e-3, distance(plain, exactly))
 
 
-def test_a_document_sees_no_other() -> None:
+def test_a_document_sees_no_other():
     query, key, value = projections(2, 16)
     row = causal_documents(query[0], key[0], value[0], LENGTHS, 0.25)
     start = sum(LENGTHS[:4])
@@ -89,9 +87,7 @@ def attend_by_definition(query: Tensor, key: Tensor, value: Tensor, window: int,
 @pytest.mark.parametrize("way", ["tiles", "one call per document"])
 @pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 7, _TILE, _TILE + 30, 5000])
-def test_windows_and_sinks_are_exact(
-    window: int, has_sink: bool, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_and_sinks_are_exact(window, has_sink, way, monkeypatch):
     """Output and all gradients in float32 against the definition in float64."""
     given = [x.detach().float().requires_grad_() for x in projections(2, 12)]
     sink = torch.randn(6, requires_grad=True) if has_sink else None
@@ -115,13 +111,13 @@ def test_windows_and_sinks_are_exact(
 
 
 @pytest.mark.parametrize("special", [(), (7,), (7, torch.linspace(-1, 1, 6))])
-def test_the_operator_of_tiled_attention_passes_torchs_checks(special: tuple[Any, ...]) -> None:
+def test_the_operator_of_tiled_attention_passes_torchs_checks(special):
     """Fake outputs like the real ones, registered gradients, nothing changed in place."""
     query, key, value = (x[0].detach().requires_grad_() for x in projections(2, 12))
     torch.library.opcheck(causal_documents, (query, key, value, LENGTHS, 0.25, *special))
 
 
-def test_fake_tensors_do_not_go_through_the_tiles() -> None:
+def test_fake_tensors_do_not_go_through_the_tiles():
     with FakeTensorMode() as mode:
         query, key, value = (mode.from_tensor(x[0].detach()) for x in projections(2, 12))
         output = causal_documents(query, key, value, LENGTHS, 0.25)

@@ -38,9 +38,7 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Jud
 @pytest.mark.parametrize(
     ("ranks", "disks"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.full)]
 )
-def test_no_crash_breaks_a_promise(
-    ranks: int, disks: int, judges: Callable[[int, int], Judge]
-) -> None:
+def test_no_crash_breaks_a_promise(ranks, disks, judges):
     judge = judges(ranks, disks)
     violation, states = judge.first_violation(judge.recording.operations)
     assert not violation
@@ -51,9 +49,7 @@ def test_no_crash_breaks_a_promise(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "disks"), [(1, 1), (2, 1), (2, 2)])
-def test_every_sync_and_every_rename_is_needed(
-    ranks: int, disks: int, judges: Callable[[int, int], Judge]
-) -> None:
+def test_every_sync_and_every_rename_is_needed(ranks, disks, judges):
     """Except those that a later sync repeats, and those of other disks' copies of assets.
 
     The first start has no metrics yet, and its sync of their name is repeated by that of

@@ -74,9 +74,7 @@ def articles(page: str) -> list[tuple[set[str], list[tuple[str, str]]]]:
     ]
 
 
-def test_the_page_marks_the_tokens_that_are_trained(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_marks_the_tokens_that_are_trained(folder, capsys):
     page = page_of(folder)
     assert "4 records in" in capsys.readouterr().out
     assert run(["inspect-data", "--config", f"{folder}/run.yaml", "--json"]) == 0
@@ -94,7 +92,7 @@ def test_the_page_marks_the_tokens_that_are_trained(
     assert not re.search(r'(?:src|href)="[^#]|<script', page)
 
 
-def test_the_page_says_why_a_turn_is_not_trained(folder: Path) -> None:
+def test_the_page_says_why_a_turn_is_not_trained(folder):
     (_, prompt), (_, turns), (_, text), (_, completion) = articles(page_of(folder))[:4]
     assert prompt[0][0].startswith("message 0 (user) is context; what the template writes before")
     said = "message 0 (user) is context; message 1 (assistant) is marked as not to be trained; "
@@ -106,9 +104,7 @@ def test_the_page_says_why_a_turn_is_not_trained(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_broken_and_untrained_records_stand_on_the_page_with_their_text(
-    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_and_untrained_records_stand_on_the_page_with_their_text(kind, folder, capsys):
     silent = {"messages": [{"role": "user", "content": "nobody answers <me>"}]}
     broken = {"messages": [{"role": "human", "content": "a broken one"}]}
     good = [chat(f"q{i}") for i in range(600)]
@@ -132,7 +128,7 @@ def test_broken_and_untrained_records_stand_on_the_page_with_their_text(
 
 
 @pytest.mark.parametrize("overflow", ["turns", "truncate"])
-def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder: Path, overflow: str) -> None:
+def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder, overflow):
     write(folder / "cut.jsonl", [MANY_TURNS])
     train = f"data.train={folder}/cut.jsonl"
     (_, whole), *_ = articles(page_of(folder, train))
@@ -146,7 +142,7 @@ def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder: Path, overf
     assert "".join(text for reason, text in spans if not reason).startswith("fine")
 
 
-def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
+def test_dropped_records_are_found_wherever_they_are(folder):
     untrained = [chat(f"hello {i}", "") for i in range(60)]
     for record in untrained:
         record["messages"][1]["train"] = False
@@ -160,9 +156,7 @@ def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
     assert page.count("held out for evaluation") < 6  # only those of the first two
 
 
-def test_the_page_overwrites_no_other_file_and_excludes_json(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_overwrites_no_other_file_and_excludes_json(folder, capsys):
     config = folder / "run.yaml"
     before = config.read_bytes()
     assert run(["inspect-data", "--config", str(config), "--html", str(config)]) == 2

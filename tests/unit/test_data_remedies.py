@@ -35,12 +35,12 @@ MANY = [
 
 
 @pytest.mark.parametrize("records", MANY)
-def test_problems_fold_by_shape(records: list[Any], model: Path, tmp_path: Path) -> None:
+def test_problems_fold_by_shape(records, model, tmp_path):
     said = problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), *records]))
     assert len(said) == 2 and said[0].endswith(f"(and {len(records) - 1} more like it)"), said
 
 
-def test_lines_that_are_no_json_fold(model: Path, tmp_path: Path) -> None:
+def test_lines_that_are_no_json_fold(model, tmp_path):
     file = tmp_path / "a.jsonl"
     broken = ["{", "}", '{"a"', '{"a": }', '"a" 1', "{'a': 1}", '{"a": "\t"}', '{"a": "\\ud800"}']
     file.write_text("\n".join([json.dumps(chat("q")), *broken]))
@@ -48,7 +48,7 @@ def test_lines_that_are_no_json_fold(model: Path, tmp_path: Path) -> None:
     assert len(said) == 2 and said[0].endswith(f"(and {len(broken) - 1} more like it)"), said
 
 
-def test_what_a_template_says_of_each_record_folds(tmp_path: Path) -> None:
+def test_what_a_template_says_of_each_record_folds(tmp_path):
     check = "{% for m in messages %}{% if m.name %}{{ raise_exception('no name: ' + m.name) }}"
     model = save_model(tmp_path / "model", f"{check}{{% endif %}}{{% endfor %}}{TEMPLATE}")
     records = [chat(word) for word in WORDS]
@@ -59,7 +59,7 @@ def test_what_a_template_says_of_each_record_folds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.ndjson", "a.ndjson.gz", "folder/a.ndjson"])
-def test_ndjson_is_jsonl(name: str, model: Path, tmp_path: Path) -> None:
+def test_ndjson_is_jsonl(name, model, tmp_path):
     file = write(tmp_path / name, [chat("q"), {"text": 4}])
     if name.endswith(".gz"):
         file.write_bytes(gzip.compress(file.read_bytes()))
@@ -71,7 +71,7 @@ def test_ndjson_is_jsonl(name: str, model: Path, tmp_path: Path) -> None:
 
 @needs_jq
 @pytest.mark.parametrize("name", ["data", "my data", "naïve"])
-def test_an_object_around_the_records_is_unwrapped(name: str, model: Path, tmp_path: Path) -> None:
+def test_an_object_around_the_records_is_unwrapped(name, model, tmp_path):
     file = tmp_path / "a.json"
     wrapped = {"version": "1", "of": ["a"], name: [chat("q"), chat("r")]}
     file.write_text(json.dumps(wrapped, indent=1))
@@ -83,7 +83,7 @@ def test_an_object_around_the_records_is_unwrapped(name: str, model: Path, tmp_p
     assert Run(model, tmp_path / "new.jsonl").prepared.key == plain.prepared.key
 
 
-def test_one_record_in_a_file_is_not_unwrapped(model: Path, tmp_path: Path) -> None:
+def test_one_record_in_a_file_is_not_unwrapped(model, tmp_path):
     file = tmp_path / "a.json"
     turns = [{"author": "user", "body": "q"}, {"author": "assistant", "body": "fine"}]
     file.write_text(json.dumps({"thread": turns}))
@@ -92,7 +92,7 @@ def test_one_record_in_a_file_is_not_unwrapped(model: Path, tmp_path: Path) -> N
     assert Run(model, file, columns=columns).texts()[0][1] == "fine<|im_end|>"
 
 
-def test_the_command_removes_the_broken_lines(model: Path, tmp_path: Path) -> None:
+def test_the_command_removes_the_broken_lines(model, tmp_path):
     good = [chat(f"q{i}") for i in range(9)]
     records = [good[0], {"messages": []}, *good[1:5], {"text": 4}, *good[5:]]
     file = tmp_path / "it's mine.jsonl"
@@ -115,8 +115,8 @@ def test_the_command_removes_the_broken_lines(model: Path, tmp_path: Path) -> No
     ],
 )
 def test_other_broken_records_are_dropped_by_their_share(
-    name: str, n_good: int, n_broken: int, offer: str, model: Path, tmp_path: Path
-) -> None:
+    name, n_good, n_broken, offer, model, tmp_path
+):
     records = [*(chat(f"q{i}") for i in range(n_good)), *[{"text": 4}] * n_broken]
     file = write(tmp_path / name, records)
     if name.endswith(".gz"):
@@ -185,9 +185,7 @@ CLAUDE = [
 
 @needs_jq
 @pytest.mark.parametrize(("name", "export"), [("chatgpt", CHATGPT), ("claude", CLAUDE)])
-def test_the_documented_commands_read_exports(
-    name: str, export: Any, model: Path, tmp_path: Path
-) -> None:
+def test_the_documented_commands_read_exports(name, export, model, tmp_path):
     text = (REPOSITORY / "docs/data.md").read_text(encoding="utf-8")
     (command,) = re.findall(rf"^```bash\n(jq [^`]*> {name}.jsonl)\n```$", text, re.M)
     (tmp_path / "conversations.json").write_text(json.dumps(export))
@@ -198,7 +196,7 @@ def test_the_documented_commands_read_exports(
     assert Run(model, tmp_path / f"{name}.jsonl").texts()[0][1] == "Yes.<|im_end|>"
 
 
-def test_the_docs_name_every_field_mark_and_role_that_is_read() -> None:
+def test_the_docs_name_every_field_mark_and_role_that_is_read():
     text = (REPOSITORY / "docs/data.md").read_text(encoding="utf-8")
     records = text.partition("## Records")[2].partition("## Which tokens are trained")[0]
     read = {name for field in RECORD_FIELDS for name in field.split(".")}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +15,7 @@ from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_mod
 from shardtune.data.outcomes import Outcome
 
 
-def test_every_form_trains_what_the_model_must_write(model: Path, tmp_path: Path) -> None:
+def test_every_form_trains_what_the_model_must_write(model, tmp_path):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     both = {
         "prompt": chat("how")["messages"],
@@ -36,7 +34,7 @@ def test_every_form_trains_what_the_model_must_write(model: Path, tmp_path: Path
     assert texts[4] == (conversation.replace("how", "hello"), "fine<|im_end|>")
 
 
-def test_json_reaches_the_template_as_it_is_written(model: Path, tmp_path: Path) -> None:
+def test_json_reaches_the_template_as_it_is_written(model, tmp_path):
     tools = [
         [{"name": "a", "parameters": {"properties": {"x": {"type": "string", "default": None}}}}],
         [{"name": "b", "parameters": {"properties": {"y": {"enum": [None, 1]}}}, "strict": True}],
@@ -48,20 +46,20 @@ def test_json_reaches_the_template_as_it_is_written(model: Path, tmp_path: Path)
         assert json.loads(text.partition("<|im_start|>")[0]) == tool
 
 
-def test_messages_need_a_template_and_text_does_not(tmp_path: Path) -> None:
+def test_messages_need_a_template_and_text_does_not(tmp_path):
     bare = save_model(tmp_path / "bare", template=None)
     assert len(Run(bare, write(tmp_path / "b.jsonl", [{"text": "hello you"}])).texts()) == 1
     (problem,) = problems_of(bare, write(tmp_path / "a.jsonl", [chat("q"), chat("r")]))
     assert f"the tokenizer of {bare} has no chat template - " in problem
 
 
-def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
         (problem,) = problems_of(folder, tmp_path / "a.jsonl")
         assert problem.startswith(f"model.path={folder}: no tokenizer")
 
 
-def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Path) -> None:
+def test_nothing_to_train_is_dropped_loudly_or_refused(model, tmp_path):
     silent = {"messages": [{"role": "user", "content": "hello"}]}
     run = Run(model, write(tmp_path / "a.jsonl", [silent, chat("q"), silent]))
     assert run.prepared.train.record.tolist() == [1]
@@ -74,7 +72,7 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     assert "data.eval: no token to train" in problem and f"in {tmp_path}/b.jsonl" in problem
 
 
-def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Path) -> None:
+def test_broken_records_are_counted_and_ten_are_named(model, tmp_path):
     keys = ("train", "weight", "loss", "masked", "trainable", "training", "loss_mask")
     keys += ("reasoning", "thinking", "tool_calls")
     names = [json.dumps({"messages": [{"role": "user", key: "a"}]}) for key in keys]
@@ -88,7 +86,7 @@ def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Pat
     assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
 
 
-def test_few_broken_records_may_be_dropped(model: Path, tmp_path: Path) -> None:
+def test_few_broken_records_may_be_dropped(model, tmp_path):
     """At most 1% of each source."""
     good = [chat(f"q{i}") for i in range(198)]
     write(tmp_path / "few.jsonl", [*good, {"a": 1}, {"messages": []}])
@@ -116,7 +114,7 @@ def test_few_broken_records_may_be_dropped(model: Path, tmp_path: Path) -> None:
     assert problems_of(model, sources, on_broken={"drop": 0.01})
 
 
-def test_a_file_that_ends_early_is_never_dropped(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_never_dropped(model, tmp_path):
     lines = "".join(json.dumps(chat(f"q{i}")) + "\n" for i in range(5000)).encode()
     (tmp_path / "a.jsonl.gz").write_bytes(pa.compress(lines, "gzip", asbytes=True)[:-20])
     problem, count = problems_of(model, tmp_path / "a.jsonl.gz", on_broken="drop")
@@ -194,9 +192,7 @@ LONG = "records longer than data.max_length=5,"
         ),
     ],
 )
-def test_overflow_is_counted(
-    data: dict[str, Any], texts: list[str], lines: list[str], model: Path, tmp_path: Path
-) -> None:
+def test_overflow_is_counted(data, texts, lines, model, tmp_path):
     run = Run(model, write(tmp_path / "a.jsonl", OVERFLOWING), **data)
     assert [text for text, _ in run.texts()] == texts
     said = {line for line in run.prepared.lines if "end token was appended" not in line}
@@ -204,9 +200,7 @@ def test_overflow_is_counted(
     assert not any(run.prepared.train[i][1][0] for i in range(len(run.prepared.train)))
 
 
-def test_a_prompt_with_its_completion_is_kept_up_to_the_last_token_of_a_row(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_prompt_with_its_completion_is_kept_up_to_the_last_token_of_a_row(model, tmp_path):
     """Eleven tokens with the end token, as texts, and some more as messages."""
     messages = chat("q", "012")["messages"]
     for prompt, completion in (("01234", "56789"), (messages[:1], messages[1:])):
@@ -222,9 +216,7 @@ def test_a_prompt_with_its_completion_is_kept_up_to_the_last_token_of_a_row(
         assert any(dropped in line for line in lost.prepared.lines)
 
 
-def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(model, tmp_path):
     replies = ("0", "1", "23456")
     long = {"messages": [m for reply in replies for m in chat("q", reply)["messages"]]}
     prompt = {"prompt": long["messages"][:3], "completion": long["messages"][3:]}
@@ -244,7 +236,7 @@ def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
     ]
 
 
-def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
+def test_empty_answers_are_counted(model, tmp_path):
     empty = [
         chat("q", " "),
         {"messages": [m for reply in ("", "", "x") for m in chat("q", reply)["messages"]]},
@@ -265,7 +257,7 @@ def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
     assert "data.train: WARNING: answers without a text, trained to end at once: 1" in cut
 
 
-def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:
+def test_overflow_may_be_refused(model, tmp_path):
     train = write(tmp_path / "a.jsonl", OVERFLOWING)
     problems = problems_of(model, train, max_length=5, overflow="error")
     long, count = problems
@@ -273,7 +265,7 @@ def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:
     assert long.endswith(" (and 2 more like it)") and count.startswith("data.train: 3 of 4 records")
 
 
-def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> None:
+def test_unread_fields_and_files_are_named_once(model, tmp_path):
     records = [
         chat("q", id=1, prompt="unused"),
         chat("q", id=2, score=None),
@@ -299,7 +291,7 @@ def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> 
     ]
 
 
-def test_what_is_not_trained_as_it_seems_is_said_once(model: Path, tmp_path: Path) -> None:
+def test_what_is_not_trained_as_it_seems_is_said_once(model, tmp_path):
     rendered = "<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>"
     records = [
         {"text": rendered},
@@ -327,14 +319,14 @@ def test_what_is_not_trained_as_it_seems_is_said_once(model: Path, tmp_path: Pat
     assert problem.endswith(" - leave such records out (and 8 more like it)")
 
 
-def test_a_file_that_holds_no_records_is_named_once(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_records_is_named_once(model, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps([chat("q")] * 9, indent=1))
     problem, count = problems_of(model, tmp_path / "a.jsonl")
     assert "one JSON array over many lines" in problem
     assert count.startswith("data.train: its broken records are not counted, as a file cannot ")
 
 
-def test_tool_calls_for_a_template_that_knows_none_are_refused_once(tmp_path: Path) -> None:
+def test_tool_calls_for_a_template_that_knows_none_are_refused_once(tmp_path):
     plain = TEMPLATE.partition("{% for call")[0] + "<|im_end|>\n{% endfor %}"
     plain += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     model = save_model(tmp_path / "model", plain)
@@ -348,7 +340,7 @@ def test_tool_calls_for_a_template_that_knows_none_are_refused_once(tmp_path: Pa
     assert problem.endswith(" (and 4 more like it)")
 
 
-def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -> None:
+def test_evaluation_records_are_chosen_by_content(model, tmp_path):
     texts = [f"record number {i % 150}" for i in range(300)]  # each one twice
     records = [{"prompt": text, "completion": "fine", "id": i} for i, text in enumerate(texts)]
     run = Run(model, write(tmp_path / "a.jsonl", records), eval_fraction=0.3)
@@ -368,9 +360,7 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     assert problem.startswith("data.eval_fraction=1e-09 took none of ")
 
 
-def test_evaluation_data_of_its_own_leaves_the_train_data_whole(
-    model: Path, tmp_path: Path
-) -> None:
+def test_evaluation_data_of_its_own_leaves_the_train_data_whole(model, tmp_path):
     train = write(tmp_path / "a.jsonl", [chat(f"q{i}") for i in range(20)])
     other = write(tmp_path / "b.jsonl", [chat("r")])
     prepared = Run(model, train, eval=str(other), eval_fraction=0.5).prepared
@@ -378,7 +368,7 @@ def test_evaluation_data_of_its_own_leaves_the_train_data_whole(
     assert [line.partition(":")[0] for line in prepared.lines] == ["data.train", "data.eval"]
 
 
-def test_several_sources_are_one_set(model: Path, tmp_path: Path) -> None:
+def test_several_sources_are_one_set(model, tmp_path):
     """The tokens and masks of both files end to end, but for the options of each source."""
     first = [chat(f"how {i}", "are you") for i in range(600)]  # more than a chunk
     second = [{"messages": 2 * chat(f"hello {i}")["messages"]} for i in range(4)]
@@ -410,7 +400,7 @@ def test_several_sources_are_one_set(model: Path, tmp_path: Path) -> None:
     assert [text for text, _ in run.texts()] == [f"how {i}<|im_end|>" for i in range(514)]
 
 
-def test_records_are_held_out_of_each_source(model: Path, tmp_path: Path) -> None:
+def test_records_are_held_out_of_each_source(model, tmp_path):
     files = [
         write(tmp_path / f"{name}.jsonl", [chat(f"how {name} {i}") for i in range(100)])
         for name in "ab"
@@ -425,7 +415,7 @@ def test_records_are_held_out_of_each_source(model: Path, tmp_path: Path) -> Non
         assert chosen.tolist() == alone.record.tolist() and 5 <= len(chosen) <= 40
 
 
-def test_every_source_and_evaluation_set_must_train_something(model: Path, tmp_path: Path) -> None:
+def test_every_source_and_evaluation_set_must_train_something(model, tmp_path):
     good, empty = write(tmp_path / "a.jsonl", [chat("q")]), write(tmp_path / "b.jsonl", [])
     long = write(tmp_path / "c.jsonl", [chat("how " * 99)] * 2)
     sources = [{"path": str(file)} for file in (good, empty, long)]
@@ -443,7 +433,7 @@ def test_every_source_and_evaluation_set_must_train_something(model: Path, tmp_p
     assert problem.endswith(" or lower data.eval_fraction")
 
 
-def test_arrays_are_mapped_not_read(model: Path, tmp_path: Path) -> None:
+def test_arrays_are_mapped_not_read(model, tmp_path):
     train = Run(model, write(tmp_path / "a.jsonl", [chat("q"), chat("how are you")])).prepared.train
     for column in (train.lengths, train.trained_counts, train.record):
         assert isinstance(column.base, np.memmap)

@@ -33,13 +33,13 @@ def questions(name: str) -> list[tuple[str, str]]:
 SHORT = questions("short_eval.jsonl")
 
 
-def test_each_fact_is_trained_in_three_other_wordings() -> None:
+def test_each_fact_is_trained_in_three_other_wordings():
     trained, asked = questions("short_train.jsonl"), len(SHORT)
     assert asked == 40
     assert Counter(answer for _, answer in trained) == Counter([a for _, a in SHORT] * 3)
 
 
-def test_no_question_is_asked_twice() -> None:
+def test_no_question_is_asked_twice():
     files = ("train.jsonl", "eval.jsonl", "short_train.jsonl", "short_eval.jsonl")
     asked = {name: {question.casefold() for question, _ in questions(name)} for name in files}
     for held_out in ("eval.jsonl", "short_eval.jsonl"):
@@ -48,7 +48,7 @@ def test_no_question_is_asked_twice() -> None:
     assert len(asked["short_eval.jsonl"]) == len(SHORT)
 
 
-def test_answers_that_name_a_default_are_the_default() -> None:
+def test_answers_that_name_a_default_are_the_default():
     asked = 0
     for question, answer in [*SHORT, *questions("short_train.jsonl")]:
         if match := DEFAULT.fullmatch(question):

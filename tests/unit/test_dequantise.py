@@ -68,9 +68,7 @@ def compare_boxes(path: Path, dtype: torch.dtype, expected: torch.Tensor) -> Non
 @pytest.mark.parametrize("piece", [30, 8 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", EVEN)
-def test_a_box_in_fp8_is_as_transformers_dequantises_it(
-    case: str, dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_box_in_fp8_is_as_transformers_dequantises_it(case, dtype, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(quantised, "_PIECE", piece)
     values, scales, block = EVEN[case]
     tensors = {
@@ -85,7 +83,7 @@ def test_a_box_in_fp8_is_as_transformers_dequantises_it(
 
 
 @pytest.mark.parametrize("block", [(5, 7), (12, 3), (16, 32)])
-def test_the_last_blocks_may_be_smaller(block: tuple[int, int], tmp_path: Path) -> None:
+def test_the_last_blocks_may_be_smaller(block, tmp_path):
     """DeepSeek V3 has 576 rows in blocks of 128."""
     values = fp8(12, 20)
     scales = torch.rand(-(-12 // block[0]), -(-20 // block[1]))
@@ -100,9 +98,7 @@ def test_the_last_blocks_may_be_smaller(block: tuple[int, int], tmp_path: Path) 
 
 @pytest.mark.parametrize("piece", [100, 8 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_box_in_mxfp4_is_as_transformers_dequantises_it(
-    dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_box_in_mxfp4_is_as_transformers_dequantises_it(dtype, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(quantised, "_PIECE", piece)
     blocks = torch.randint(256, (2, 5, 3, 16), dtype=torch.uint8)
     scales = torch.randint(100, 150, (2, 5, 3), dtype=torch.uint8)
@@ -146,9 +142,7 @@ def test_a_box_in_mxfp4_is_as_transformers_dequantises_it(
         ),
     ],
 )
-def test_files_that_are_quantised_in_another_way_are_named(
-    tensors: Tensors, problem: str, tmp_path: Path
-) -> None:
+def test_files_that_are_quantised_in_another_way_are_named(tensors, problem, tmp_path):
     write(tmp_path, tensors | {"b": torch.ones(1)}, quant_method="fp8")
     (line,) = quantised.quantised_problems(tmp_path)
     assert line.startswith(
@@ -171,13 +165,7 @@ def test_files_that_are_quantised_in_another_way_are_named(
         ),
     ],
 )
-def test_other_ways_are_refused_by_name(
-    name: str,
-    quantization: dict[str, object],
-    words: str,
-    tmp_path: Path,
-    models: dict[str, Path],
-) -> None:
+def test_other_ways_are_refused_by_name(name, quantization, words, tmp_path, models):
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
     edit_config(tmp_path / name, quantization_config=quantization)
@@ -186,7 +174,7 @@ def test_other_ways_are_refused_by_name(
     assert words in str(refused.value)
 
 
-def test_quantisation_in_a_section_is_taken() -> None:
+def test_quantisation_in_a_section_is_taken():
     """As in the files of a model that sees, whose text alone is quantised."""
     text = LlamaConfig(quantization_config={"quant_method": "fp8"})
     whole = Mistral3Config(text_config=text)
@@ -212,9 +200,7 @@ def read_within(path: Path, piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
-def test_the_plan_counts_the_piece_that_is_dequantised_at_a_time(
-    method: str, tmp_path: Path
-) -> None:
+def test_the_plan_counts_the_piece_that_is_dequantised_at_a_time(method, tmp_path):
     """The slice has 16 million values, 34 MB of bfloat16; all in float32 would be 67 MB more."""
     if method == "fp8":
         tensors = {"a.weight": fp8(4096, 4096), "a.weight_scale_inv": torch.rand(32, 32)}

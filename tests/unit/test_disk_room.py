@@ -38,9 +38,7 @@ GB = 10**9
         (16, 0, 9, 9, ""),  # of more than are kept from now on, one is deleted for each save
     ],
 )
-def test_a_disk_without_room_is_refused_or_said(
-    free: int, cleared: int, kept: int, saves: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_without_room_is_refused_or_said(free, cleared, kept, saves, said, capsys):
     setup_logging(True, True)
     disk = Disk("runs/null", "node 0 (a)", 8, True, free * GB, cleared * GB, kept)
     given = disk, 10 * GB, 6 * GB, saves
@@ -63,9 +61,7 @@ def test_a_disk_without_room_is_refused_or_said(
         (("run.resume=/saved/checkpoint_0000004",), "/saved/checkpoint_0000004"),
     ],
 )
-def test_a_resumed_run_without_room_is_told_how_it_keeps_its_checkpoint(
-    settings: tuple[str, ...], checkpoint: str
-) -> None:
+def test_a_resumed_run_without_room_is_told_how_it_keeps_its_checkpoint(settings, checkpoint):
     disk = Disk("runs/null", "node 0 (a)", 8, True, 9 * GB, 0, 1)
     with pytest.raises(UserError) as refused:
         require_room(disk, 10 * GB, 0, 1, configured(*settings), "checkpoint_0000004")
@@ -73,7 +69,7 @@ def test_a_resumed_run_without_room_is_told_how_it_keeps_its_checkpoint(
     assert way in str(refused.value)
 
 
-def test_saves_that_are_left_are_those_that_are_due() -> None:
+def test_saves_that_are_left_are_those_that_are_due():
     """Each that is due at a multiple, and the last step's."""
     for every in range(5):
         for total in range(1, 9):
@@ -84,9 +80,7 @@ def test_saves_that_are_left_are_those_that_are_due() -> None:
                 assert saves_left(every, first, total) == sum(map(bool, due))
 
 
-def test_what_a_start_deletes_counts_as_free_and_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_start_deletes_counts_as_free_and_is_said(tmp_path, capsys):
     """Not what it moves aside."""
     directory = tmp_path / "checkpoints"
     for name, is_whole in {
@@ -114,7 +108,7 @@ def test_what_a_start_deletes_counts_as_free_and_is_said(
     assert "Deleted" not in capsys.readouterr().out
 
 
-def test_checkpoints_that_are_a_link_to_another_disk_are_saved_there(tmp_path: Path) -> None:
+def test_checkpoints_that_are_a_link_to_another_disk_are_saved_there(tmp_path):
     """Only the models are held against run.dir's own disk."""
     elsewhere = Path("/dev/shm") / tmp_path.parent.name / tmp_path.name
     assert Path("/dev/shm").stat().st_dev != tmp_path.stat().st_dev, "it needs a second disk"
@@ -134,7 +128,7 @@ def test_checkpoints_that_are_a_link_to_another_disk_are_saved_there(tmp_path: P
         shutil.rmtree(elsewhere)
 
 
-def test_a_disk_of_checkpoints_that_is_not_mounted_is_no_new_run(tmp_path: Path) -> None:
+def test_a_disk_of_checkpoints_that_is_not_mounted_is_no_new_run(tmp_path):
     world = world_of(0, 1, dist.HashStore())
     (tmp_path / "checkpoints").symlink_to("/absent/disk")
     with pytest.raises(UserError, match="is a link to /absent/disk, and that does not"):
@@ -142,7 +136,7 @@ def test_a_disk_of_checkpoints_that_is_not_mounted_is_no_new_run(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_node_0_alone_gets_the_models(tmp_path: Path) -> None:
+def test_node_0_alone_gets_the_models(tmp_path):
     for rank in (0, 1):
         world = world_of(rank, 2, dist.HashStore())
         (disk,) = _disks_here(RunDir(tmp_path, [0, 1], None), None, world)
@@ -156,9 +150,7 @@ def test_node_0_alone_gets_the_models(tmp_path: Path) -> None:
         (errno.EIO, "'file'"),
     ],
 )
-def test_a_full_disk_says_what_is_missing(
-    error: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_says_what_is_missing(error, said, monkeypatch):
     """What the attempt itself has written will go, and counts as free."""
     monkeypatch.setattr(durable_fs, "free_bytes", lambda _: 3 * GB)
     monkeypatch.setattr(durable_fs, "size", lambda _: 10 * GB)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -20,7 +19,7 @@ ARCHITECTURE = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
     folders = "shardtune|distTest|tests|docs|examples|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w/.*]+)`", text)
@@ -33,7 +32,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_each_test_that_a_page_names_exists() -> None:
+def test_each_test_that_a_page_names_exists():
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     named = [
         (page, file, test)
@@ -50,7 +49,7 @@ def test_each_test_that_a_page_names_exists() -> None:
     assert missing == []
 
 
-def test_the_page_of_the_architecture_has_the_layers_that_imports_are_held_to() -> None:
+def test_the_page_of_the_architecture_has_the_layers_that_imports_are_held_to():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     (layers,) = [
         contract["layers"]
@@ -62,7 +61,7 @@ def test_the_page_of_the_architecture_has_the_layers_that_imports_are_held_to() 
     assert rooms == [["train_fsdp.py", "distTest"], *(line.split(" : ") for line in layers)]
 
 
-def test_the_page_of_the_architecture_has_every_room_of_the_tree() -> None:
+def test_the_page_of_the_architecture_has_every_room_of_the_tree():
     table = ARCHITECTURE.partition("| room |")[2].partition("\n\n")[0]
     named = re.findall(r"`([\w/]+(?:/|\.py))`", "".join(re.findall(r"^\| .+? \|", table, re.M)))
     rooms = {f"shardtune/{path.name}" for path in (REPOSITORY / "shardtune").glob("*.py")}
@@ -72,9 +71,7 @@ def test_the_page_of_the_architecture_has_every_room_of_the_tree() -> None:
     assert len(named) == len(set(named))
 
 
-def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path, caplog):
     config = load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
     with caplog.at_level(logging.WARNING, "mkdocs"):
         build(config)

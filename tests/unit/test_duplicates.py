@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from helpers.commands import REPOSITORY
@@ -27,9 +26,7 @@ def untrained(record: dict[str, Any], turn: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def test_repetitions_and_evaluation_records_in_train_are_counted(
-    model: Path, tmp_path: Path
-) -> None:
+def test_repetitions_and_evaluation_records_in_train_are_counted(model, tmp_path):
     two = {"messages": [*chat("a")["messages"], *chat("b")["messages"]]}
     twins = [untrained(two, 1), untrained(two, 3)]  # the same text, but not the same turn of it
     silent = {"messages": [{"role": "user", "content": "hello"}]}  # trains nothing
@@ -53,7 +50,7 @@ def test_repetitions_and_evaluation_records_in_train_are_counted(
     assert counts(Run(model, write(tmp_path / "good.jsonl", [chat("x"), chat("y")]))) == {}
 
 
-def test_repetitions_are_found_over_chunks_sources_and_forms(model: Path, tmp_path: Path) -> None:
+def test_repetitions_are_found_over_chunks_sources_and_forms(model, tmp_path):
     many = [chat(f"q{i}") for i in range(700)]
     sources = [
         {"path": str(write(tmp_path / "a.jsonl", many)), "name": "a"},
@@ -71,7 +68,7 @@ def test_repetitions_are_found_over_chunks_sources_and_forms(model: Path, tmp_pa
     assert counts(cut) == {"data.train exact": "4 of 8"}
 
 
-def test_the_documented_command_drops_duplicates(model: Path, tmp_path: Path) -> None:
+def test_the_documented_command_drops_duplicates(model, tmp_path):
     section = (REPOSITORY / "docs/data.md").read_text("utf-8").partition("## Duplicates")[2]
     command = section.partition("```bash\n")[2].partition("```")[0]
     records = [chat("q", id=1), chat("r"), chat("q", id=2), {"text": "t"}, {"text": "u"}, chat("e")]

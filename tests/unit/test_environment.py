@@ -33,13 +33,11 @@ def problem(environment: Environment, start: str) -> str:
         ({"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES 2 - "),
     ],
 )
-def test_a_wrong_variable_is_named(changed: dict[str, str], start: str) -> None:
+def test_a_wrong_variable_is_named(changed, start):
     problem(read_environment(LOOPBACK | changed, []), start)
 
 
-def test_disks_without_room_for_temporary_files_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_disks_without_room_for_temporary_files_are_refused(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/full", "/proc"])
     start = (
@@ -58,11 +56,11 @@ def test_disks_without_room_for_temporary_files_are_refused(
         ("optimizer.rate=7", "optimizer.rate (command line) is not known"),
     ],
 )
-def test_a_wrong_argument_is_named(argument: str, start: str) -> None:
+def test_a_wrong_argument_is_named(argument, start):
     problem(read_environment(LOOPBACK, [argument]), start)
 
 
-def test_every_problem_is_named_at_once() -> None:
+def test_every_problem_is_named_at_once():
     changed = {"NNODES": "two", "NCCL_SOCKET_IFNAME": "eth7"}
     environment = read_environment(LOOPBACK | changed, ["model.path=/nowhere/model"])
     for start in ("NNODES is 'two'", "NCCL_SOCKET_IFNAME is 'eth7'", "model.path=/nowhere/model"):
@@ -73,7 +71,7 @@ def test_every_problem_is_named_at_once() -> None:
     "changed",
     [{}, {"MASTER_ADDR": "no.such.name.invalid", "NCCL_SOCKET_IFNAME": "eth7"}],
 )
-def test_one_node_needs_no_interface_address_or_port(changed: dict[str, str]) -> None:
+def test_one_node_needs_no_interface_address_or_port(changed):
     with socket.create_server(("", 0)) as taken:  # another run's port
         environment = read_environment({"NNODES": "1"} | changed, ["model.path=org/name"])
         assert not [line for line in environment.problems if not line.startswith("data.")]
@@ -83,7 +81,7 @@ def test_one_node_needs_no_interface_address_or_port(changed: dict[str, str]) ->
     assert read_environment({"NNODES": "1"} | changed | port, []).store_port == 29777
 
 
-def test_an_interface_that_is_down_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_is_down_is_named(monkeypatch):
     monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
     line = problem(read_environment(LOOPBACK, []), "NCCL_SOCKET_IFNAME is 'lo', and that inter")
     assert " - `ip link set lo up` as root" in line

@@ -35,13 +35,13 @@ def status(rank: int, step: int, attempt: int = 0, finished: bool = False, **mor
     }
 
 
-def test_a_run_succeeds_when_all_nodes_have_finished(tmp_path: Path) -> None:
+def test_a_run_succeeds_when_all_nodes_have_finished(tmp_path):
     judge = new_judge(tmp_path)
     assert judge.judge(0, status(0, 9, finished=True), RANKS) is None
     assert judge.judge(1, status(1, 9, finished=True), RANKS) == Failure(0, [])
 
 
-def test_stuck_ranks_are_looked_for_once_all_are_seen(tmp_path: Path) -> None:
+def test_stuck_ranks_are_looked_for_once_all_are_seen(tmp_path):
     """One that has not been seen may be the one that is behind."""
     judge = new_judge(tmp_path)
     assert judge.judge(0, status(0, 5, arrivals=7, idle_s=601.0), RANKS) is None
@@ -49,7 +49,7 @@ def test_stuck_ranks_are_looked_for_once_all_are_seen(tmp_path: Path) -> None:
     assert verdict is not None and (verdict.code, verdict.stuck) == (1, [1])
 
 
-def test_a_message_of_the_attempt_before_is_not_judged(tmp_path: Path) -> None:
+def test_a_message_of_the_attempt_before_is_not_judged(tmp_path):
     judge = new_judge(tmp_path)
     message = {"attempt": 0, "failure": LOST_RANK}
     assert judge.judge(1, message, RANKS) == LOST_RANK
@@ -69,15 +69,15 @@ def test_a_message_of_the_attempt_before_is_not_judged(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_start_again_after_a_failure_that_may_not_come_again(
-    failure: Failure, signalled: str | None, max_restarts: int, restart: int, tmp_path: Path
-) -> None:
+    failure, signalled, max_restarts, restart, tmp_path
+):
     judge = new_judge(tmp_path, max_restarts)
     decided = replace(failure)
     judge.decide_restart(decided, signalled)
     assert decided.restart == restart
 
 
-def test_ranks_that_gain_no_step_are_not_started_again(tmp_path: Path) -> None:
+def test_ranks_that_gain_no_step_are_not_started_again(tmp_path):
     judge, restarts = new_judge(tmp_path), []
     for attempt, step in enumerate([4, 5, 5]):
         judge.begin(attempt)
@@ -90,9 +90,7 @@ def test_ranks_that_gain_no_step_are_not_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("has_checkpoint", "resume"), [(True, "auto"), (False, "")])
-def test_a_restart_resumes_where_the_run_itself_has_saved(
-    has_checkpoint: bool, resume: str, tmp_path: Path
-) -> None:
+def test_a_restart_resumes_where_the_run_itself_has_saved(has_checkpoint, resume, tmp_path):
     judge = new_judge(tmp_path)
     if has_checkpoint:
         (tmp_path / "run/checkpoints/checkpoint_0000003").mkdir(parents=True)

@@ -24,7 +24,7 @@ from shardtune.checkpoint.load import read_chunk
 from shardtune.checkpoint.manifest import DamagedCheckpoint, StoredChunk
 
 
-def test_the_hubs_cache_of_links_is_read(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_the_hubs_cache_of_links_is_read(tmp_path, models):
     blobs, snapshot = tmp_path / "model/blobs", tmp_path / "model/snapshots/abc"
     shutil.copytree(models["llama"], blobs)
     snapshot.mkdir(parents=True)
@@ -82,9 +82,7 @@ def chunk_of_experts(directory: Path) -> StoredChunk:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_export_has_the_dtype_that_is_asked_for(
-    dtype: str, export: Export, tmp_path: Path
-) -> None:
+def test_an_export_has_the_dtype_that_is_asked_for(dtype, export, tmp_path):
     """The tensor that transformers keeps in float32 stays so."""
     assert export(tmp_path / "plain") == export(tmp_path / "other", "--dtype", dtype) == (0, "")
     expected = load_file(tmp_path / "plain/model.safetensors")
@@ -97,9 +95,7 @@ def test_an_export_has_the_dtype_that_is_asked_for(
 
 
 @pytest.mark.parametrize("file", ["rank", "huggingface/tokenizer.json"])
-def test_a_damaged_checkpoint_is_not_exported(
-    file: str, export: Export, copied: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_not_exported(file, export, copied, tmp_path):
     chunk = chunk_of_experts(copied)
     damaged, position = (chunk.file, chunk.begin) if file == "rank" else (file, 100)
     flip(copied / damaged, position)
@@ -111,9 +107,7 @@ def test_a_damaged_checkpoint_is_not_exported(
 
 
 @pytest.mark.parametrize("piece", [1, 5000, 16 << 20])
-def test_a_box_of_a_chunk_is_read_in_pieces(
-    piece: int, copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_box_of_a_chunk_is_read_in_pieces(piece, copied, monkeypatch):
     monkeypatch.setattr(load, "_PIECE_BYTES", piece)
     saved, chunk = open_checkpoint(copied), chunk_of_experts(copied)
     stored = load_file(copied / chunk.file)[chunk.tensor]
@@ -127,7 +121,7 @@ def test_a_box_of_a_chunk_is_read_in_pieces(
     assert read_chunk(saved, scalar) == load_file(copied / scalar.file)[scalar.tensor]
 
 
-def test_a_chunk_that_was_damaged_since_its_check_is_an_error(copied: Path) -> None:
+def test_a_chunk_that_was_damaged_since_its_check_is_an_error(copied):
     saved, chunk = open_checkpoint(copied), chunk_of_experts(copied)
     file = copied / chunk.file
     content = file.read_bytes()
@@ -147,9 +141,7 @@ def test_a_chunk_that_was_damaged_since_its_check_is_an_error(copied: Path) -> N
 
 
 @pytest.mark.parametrize("out", ["file/out", "file/deep/out", "/proc/out", "x" * 300])
-def test_a_folder_that_cannot_be_created_is_refused(
-    out: str, export: Export, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(out, export, tmp_path):
     (tmp_path / "file").touch()
     code, error = export(tmp_path / out)
     line = rf"ERROR: {tmp_path / out} cannot be created: .+ - name another .+\n"
@@ -157,9 +149,7 @@ def test_a_folder_that_cannot_be_created_is_refused(
     assert names(tmp_path) == ["copied", "file"]
 
 
-def test_an_export_to_a_full_disk_leaves_nothing(
-    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_to_a_full_disk_leaves_nothing(export, tmp_path, monkeypatch):
     full = DiskOs(Fault("write", "*/model.safetensors", fails(errno.ENOSPC), nth=9))
     monkeypatch.setattr(durable_fs, "os", full)
     code, error = export(tmp_path / "out")
@@ -169,8 +159,8 @@ def test_an_export_to_a_full_disk_leaves_nothing(
 
 
 def test_an_export_with_another_tensor_than_it_should_have_leaves_nothing(
-    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    export, tmp_path, monkeypatch
+):
     def renames_a_tensor(close: Callable[[int], None], handle: int) -> None:
         path = Path(f"/proc/self/fd/{handle}").readlink()
         close(handle)
@@ -184,7 +174,7 @@ def test_an_export_with_another_tensor_than_it_should_have_leaves_nothing(
     assert names(tmp_path) == ["copied"]
 
 
-def test_an_export_touches_no_existing_folder(export: Export, tmp_path: Path) -> None:
+def test_an_export_touches_no_existing_folder(export, tmp_path):
     assert export(tmp_path / "out") == (0, "")
     (tmp_path / "out/config.json").write_text("of the user", encoding="utf-8")
     before = digests(tmp_path / "out")

@@ -59,7 +59,7 @@ def counted(run: Any) -> float:
 
 # A cache of latents projects all of them again with every token.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latent"])
-def test_the_flops_of_a_forward_are_those_of_each_document_alone(kind: str) -> None:
+def test_the_flops_of_a_forward_are_those_of_each_document_alone(kind):
     """Fed token by token, a document's tokens meet exactly the keys that causal attention gives
     them."""
     model = build(kind).eval()
@@ -90,15 +90,13 @@ def require_flops_with_one_trained(model: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")]
 )
-def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(
-    kind: str, experts: str
-) -> None:
+def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(kind, experts):
     model = build(kind, experts)
     require_flops_with_one_trained(model)
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts", "latent"])
-def test_the_flops_of_frozen_weights_leave_their_gradients_out(kind: str) -> None:
+def test_the_flops_of_frozen_weights_leave_their_gradients_out(kind):
     model = build(kind, "grouped_mm")
     add_adapters(model, LoraConfig(rank=4))
     draw_factors(model, seed=1)
@@ -106,7 +104,7 @@ def test_the_flops_of_frozen_weights_leave_their_gradients_out(kind: str) -> Non
     require_flops_with_one_trained(model)
 
 
-def test_the_flops_leave_recomputation_out() -> None:
+def test_the_flops_leave_recomputation_out():
     model = build("untied")
     before = count_flops(model).per_step(LENGTHS, 5)
     ids = torch.arange(6).view(1, -1)
@@ -117,7 +115,7 @@ def test_the_flops_leave_recomputation_out() -> None:
 
 
 @pytest.mark.parametrize(("span", "is_chunked"), [(0, False), (3, False), (3, True)])
-def test_the_pairs_of_a_window_are_those_of_its_mask(span: int, is_chunked: bool) -> None:
+def test_the_pairs_of_a_window_are_those_of_its_mask(span, is_chunked):
     def allowed(query: int, key: int) -> bool:
         near = query // span == key // span if is_chunked else query - key < (span or 99)
         return key <= query and near
@@ -132,11 +130,11 @@ def test_the_pairs_of_a_window_are_those_of_its_mask(span: int, is_chunked: bool
     assert attended_pairs(lengths, span, is_chunked) == pairs
 
 
-def test_the_flops_of_long_rows_do_not_overflow() -> None:
+def test_the_flops_of_long_rows_do_not_overflow():
     assert attended_pairs(np.array([200_000], np.int32), 0, False) == 200_000 * 200_001 // 2
 
 
-def test_an_architecture_that_attends_otherwise_has_no_flops() -> None:
+def test_an_architecture_that_attends_otherwise_has_no_flops():
     with pytest.raises(NotCounted, match="deepseek_v4 has layers of type"):
         count_flops(packing_families.build("deepseek_v4"))
 
@@ -151,9 +149,7 @@ def test_an_architecture_that_attends_otherwise_has_no_flops() -> None:
         ("mamba", 2 * (32 * 64 + 32 * 24 + 8 * 32 + 32 * 32 + 32 * 4) + 4 * 32 * 8, 0),
     ],
 )
-def test_a_layer_with_a_state_costs_its_products_and_no_pairs(
-    family: str, mixer: int, pairs: int
-) -> None:
+def test_a_layer_with_a_state_costs_its_products_and_no_pairs(family, mixer, pairs):
     model = packing_families.build(family)
     flops = count_flops(model)
     modules = state_mixers(model)
@@ -176,7 +172,7 @@ def test_a_layer_with_a_state_costs_its_products_and_no_pairs(
         ("nemotron_h", 768 + 2 * 2 * 2 * 32 * 16),  # a convolution; of four experts two
     ],
 )
-def test_a_weight_counts_as_often_as_a_token_meets_it(kind: str, others: int) -> None:
+def test_a_weight_counts_as_often_as_a_token_meets_it(kind, others):
     """`others`: FLOPs that are not in PyTorch's products of matrices."""
     model: Any = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
     model.config.use_cache = False
@@ -202,11 +198,9 @@ def test_a_weight_counts_as_often_as_a_token_meets_it(kind: str, others: int) ->
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", torch.bfloat16, None),
     ],
 )
-def test_the_peaks_of_gpus_are_the_published_ones(
-    name: str, dtype: torch.dtype, teraflops: float | None
-) -> None:
+def test_the_peaks_of_gpus_are_the_published_ones(name, dtype, teraflops):
     assert published_peak(name, dtype) == (teraflops and pytest.approx(1e12 * teraflops))
 
 
-def test_a_number_that_a_list_gives_each_layer_is_read() -> None:
+def test_a_number_that_a_list_gives_each_layer_is_read():
     assert top_k(packing_families.build("hunyuan_v1_moe", moe_topk=[2, 4])) == 4

@@ -37,9 +37,7 @@ QUESTIONS = [turn("user", "Rain?"), turn("user", "Really?")]
     ids=str,
 )
 @pytest.mark.parametrize("form", ["messages", "conversations", "completion"])
-def test_marks_of_other_tools_leave_answers_untrained(
-    form: str, no: dict[str, Any], yes: dict[str, Any], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_marks_of_other_tools_leave_answers_untrained(form, no, yes, models, tmp_path):
     messages = [QUESTIONS[0], turn("assistant", "Wrong.", **no)]
     messages += [QUESTIONS[1], turn("assistant", "Yes.", **yes)]
     record: dict[str, Any] = {"messages": messages}
@@ -73,9 +71,7 @@ def test_marks_of_other_tools_leave_answers_untrained(
         ({"content": [{"type": "text", "value": "a"}]}, "has parts with value in place of text"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
-    more: dict[str, Any], problem: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_meant_is_refused(more, problem, models, tmp_path):
     record = {"messages": [QUESTIONS[0], turn("assistant", "Yes.") | more]}
     others = [{"messages": [turn("user", f"{i}?"), record["messages"][1]]} for i in range(30)]
     said = problems_of(models["qwen2_5"], write(tmp_path / "a.jsonl", [record, *others]))
@@ -110,8 +106,8 @@ def calls(*functions: Any) -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize("role", ["tool", "function", "tool_response", "observation"])
 def test_calls_of_every_form_are_trained_and_their_answers_are_context(
-    role: str, answer: dict[str, Any], written: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+    role, answer, written, models, tmp_path
+):
     messages = [QUESTIONS[0], turn("assistant", "") | answer]
     messages += [turn(role, "3 mm", name="rain"), turn("assistant", "3 mm today.")]
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
@@ -122,9 +118,7 @@ def test_calls_of_every_form_are_trained_and_their_answers_are_context(
     assert bool(said) == (role != "tool") and (role == "tool" or f"{role}, read as tool" in said[0])
 
 
-def test_turns_of_calls_belong_to_the_answer_before_them(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_turns_of_calls_belong_to_the_answer_before_them(models, tmp_path):
     turns = [("human", "Rain?"), ("gpt", "I look."), ("tool_call", AS_TEXT), ("tool_call", AS_TEXT)]
     turns += [("tool_response", "3"), ("gpt", "3 mm.")]
     record = {"conversations": [{"from": name, "value": text} for name, text in turns]}
@@ -133,7 +127,7 @@ def test_turns_of_calls_belong_to_the_answer_before_them(
     assert trained(run) == [f"I look.\n{CALL}\n{CALL}{END}3 mm.{END}"]
 
 
-def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path: Path) -> None:
+def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path):
     """One adds text to them, and one would write them as code."""
     write_calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ TEXT }}{% endfor %}"
     template = (
@@ -157,9 +151,7 @@ def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path: 
         assert any(said in line for line in run.prepared.lines) == is_text
 
 
-def test_tools_are_wrapped_where_the_template_takes_no_others(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_tools_are_wrapped_where_the_template_takes_no_others(models, tmp_path):
     tool = {"name": "rain", "description": "Rain.", "parameters": {"type": "object"}}
     wrapped = [{"type": "function", "function": tool}]
     options = {"template_options": {"enable_thinking": True}}
@@ -174,7 +166,7 @@ def test_tools_are_wrapped_where_the_template_takes_no_others(
         assert '{"name": "rain"' in bare and '"function"' not in bare
 
 
-def test_parts_of_a_text_alone_are_texts(models: dict[str, Path], tmp_path: Path) -> None:
+def test_parts_of_a_text_alone_are_texts(models, tmp_path):
     parts = [turn("user", [{"text": "Rain?"}]), turn("assistant", [{"text": "Yes."}])]
     options = {"template_options": {"enable_thinking": True}}
     for model in models.values():
@@ -185,7 +177,7 @@ def test_parts_of_a_text_alone_are_texts(models: dict[str, Path], tmp_path: Path
         assert run.texts() == plain.texts()
 
 
-def test_what_stands_around_the_turns_is_read(models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_stands_around_the_turns_is_read(models, tmp_path):
     answer = [QUESTIONS[0], turn("assistant", "Yes.")]
     same = {"messages": [turn("system", "Be short."), *answer]}
     records: list[dict[str, Any]] = [
@@ -204,7 +196,7 @@ def test_what_stands_around_the_turns_is_read(models: dict[str, Path], tmp_path:
     assert any("the role developer, read as system" in line for line in run.prepared.lines)
 
 
-def test_a_history_is_earlier_turns(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_history_is_earlier_turns(models, tmp_path):
     history = [["Rain?", "Yes."], ["Wind?", "No."]]
     record = {"instruction": "Snow?", "output": "No.", "system": "Be short.", "history": history}
     turns = [("Rain?", "Yes."), ("Wind?", "No."), ("Snow?", "No.")]
@@ -236,8 +228,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("record", "remedies"), REFUSED, ids=str)
 def test_what_a_form_does_not_use_is_refused_with_columns_that_work(
-    record: dict[str, Any], remedies: list[str], models: dict[str, Path], tmp_path: Path
-) -> None:
+    record, remedies, models, tmp_path
+):
     file = write(tmp_path / "a.jsonl", [record, record])
     said, *_ = problems_of(models["qwen2_5"], file)
     found = [part.partition('"')[0] for part in said.split('"data.columns=')[1:]]
@@ -247,7 +239,7 @@ def test_what_a_form_does_not_use_is_refused_with_columns_that_work(
         assert Run(models["qwen2_5"], file, columns=yaml.safe_load(columns)).texts()
 
 
-def test_tables_hold_prompts_as_json_text(models: dict[str, Path], tmp_path: Path) -> None:
+def test_tables_hold_prompts_as_json_text(models, tmp_path):
     prompt = [turn("system", "Be short."), turn("user", "Rain?")]
     record = {"prompt": prompt, "completion": [turn("assistant", "Yes.")]}
     plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
@@ -257,7 +249,7 @@ def test_tables_hold_prompts_as_json_text(models: dict[str, Path], tmp_path: Pat
         assert run.texts() == plain.texts()
 
 
-def test_a_system_text_that_stands_twice_is_one(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_system_text_that_stands_twice_is_one(models, tmp_path):
     messages = [turn("system", "Be short."), *chat("q")["messages"]]
     plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
     for beside in ({"system_prompt": "Be short."}, {"system": []}):
@@ -266,9 +258,7 @@ def test_a_system_text_that_stands_twice_is_one(models: dict[str, Path], tmp_pat
         assert run.texts() == plain.texts()
 
 
-def test_nulls_marks_and_options_change_no_hold_out(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_nulls_marks_and_options_change_no_hold_out(models, tmp_path):
     """A resume of a run that an older version began has the same records."""
     plain = [chat(f"q{i}", "a") for i in range(40)]
     optioned = [record | {"chat_template_kwargs": {"tone": 1}} for record in plain]
@@ -283,16 +273,14 @@ def test_nulls_marks_and_options_change_no_hold_out(
     assert [check_record(record).record for record in marked] == marked
 
 
-def test_all_is_trained_where_the_assistant_begins(models: dict[str, Path], tmp_path: Path) -> None:
+def test_all_is_trained_where_the_assistant_begins(models, tmp_path):
     messages = [turn("assistant", "Hello."), *chat("q")["messages"]]
     file = write(tmp_path / "a.jsonl", [{"messages": messages}])
     (text,) = trained(Run(models["qwen3"], file, loss_on="all"))
     assert "Hello." in text and "fine" in text
 
 
-def test_a_mark_that_overrides_the_choice_of_turns_is_said(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_mark_that_overrides_the_choice_of_turns_is_said(models, tmp_path):
     messages = [*chat("q1", "a1")["messages"], *chat("q2", "a2")["messages"]]
     messages[1]["masked"] = False
     file = write(tmp_path / "a.jsonl", [{"messages": messages}])
@@ -302,7 +290,7 @@ def test_a_mark_that_overrides_the_choice_of_turns_is_said(
     assert f"data.train: {said}" in run.prepared.lines
 
 
-def test_columns_and_roles_reach_into_turns(models: dict[str, Path], tmp_path: Path) -> None:
+def test_columns_and_roles_reach_into_turns(models, tmp_path):
     turns = [{"author": "customer", "body": "Rain?"}, {"author": "agent", "body": "Yes."}]
     record = {"thread": turns}
     columns = {"messages": "thread", "messages.role": "author", "messages.content": "body"}
@@ -317,9 +305,7 @@ def test_columns_and_roles_reach_into_turns(models: dict[str, Path], tmp_path: P
     assert any("data.columns.messages.content=boddy: no record of any source" in s for s in said)
 
 
-def test_a_context_message_that_is_lost_is_a_warning(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_context_message_that_is_lost_is_a_warning(models, tmp_path):
     messages = [turn("critic", "Bad."), *chat("Rain?", "Yes.")["messages"]]
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
     lost = "WARNING: the chat template leaves out the whole text of messages[0] (critic): 1"
@@ -327,9 +313,7 @@ def test_a_context_message_that_is_lost_is_a_warning(
 
 
 @pytest.mark.parametrize("role", ["function", "observation", "tool_response"])
-def test_a_template_with_a_form_for_tools_writes_their_answers_in_it(
-    role: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_template_with_a_form_for_tools_writes_their_answers_in_it(role, models, tmp_path):
     """It would write the name of any other role as it is."""
     call = turn("assistant", "", tool_calls=calls(FUNCTION))
     texts = []
@@ -341,9 +325,7 @@ def test_a_template_with_a_form_for_tools_writes_their_answers_in_it(
     assert texts[0] == texts[1] and "ipython" in texts[0][0][0]
 
 
-def test_arguments_that_contradict_each_other_are_refused(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_arguments_that_contradict_each_other_are_refused(models, tmp_path):
     beside = {"function": {"name": "rain"}, "arguments": {"city": "Oslo"}}
     message = turn("assistant", "", tool_calls=[beside])
     run = Run(

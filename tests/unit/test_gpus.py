@@ -38,9 +38,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(
-    two_gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(two_gpus, monkeypatch):
     with pytest.raises(UserError) as refused:
         join.join_world(configured())
     (problem,) = refused.value.problems
@@ -53,17 +51,13 @@ def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_gpus_and_gloo_train_on_cpus(
-    two_gpus: Path, hidden: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_gpus_and_gloo_train_on_cpus(two_gpus, hidden, monkeypatch):
     assert join._device_and_backend("gloo", 0) == (torch.device("cpu"), "gloo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert join._device_and_backend("auto", 0) == (torch.device("cpu"), "gloo")
 
 
-def test_a_wheel_for_cpus_and_a_wrong_choice_of_gpus_have_their_own_remedies(
-    two_gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_for_cpus_and_a_wrong_choice_of_gpus_have_their_own_remedies(two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8")
     assert "look at CUDA_VISIBLE_DEVICES ('8'), install" in str(gpus.unseen_gpus())
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -72,9 +66,7 @@ def test_a_wheel_for_cpus_and_a_wrong_choice_of_gpus_have_their_own_remedies(
     )
 
 
-def test_without_device_files_nvidia_smi_is_asked(
-    two_gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_device_files_nvidia_smi_is_asked(two_gpus, monkeypatch):
     answers = {"-L": "GPU 0: NVIDIA H100 (UUID: 1)\n", "--query-gpu": "535.1.2\n"}
 
     def answer(command: list[str], **_: Any) -> Any:
@@ -89,9 +81,7 @@ def test_without_device_files_nvidia_smi_is_asked(
     assert gpus.unseen_gpus() is None
 
 
-def test_gpus_that_do_not_answer_are_a_problem_of_their_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpus_that_do_not_answer_are_a_problem_of_their_node(monkeypatch):
     monkeypatch.setattr(node_info, "_GPU_TIMEOUT_S", 0.0)
     node = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
     (problem,) = node_info.node_facts(read_environment(node, ()))["problems"]
@@ -100,9 +90,7 @@ def test_gpus_that_do_not_answer_are_a_problem_of_their_node(
 
 
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_a_gpu_gets_segments_that_grow_and_exact_sums(
-    variable: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_gets_segments_that_grow_and_exact_sums(variable, monkeypatch):
     """Before it becomes the process's own, and unless the user has settings for the allocator."""
     calls: list[Any] = []
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -119,9 +107,7 @@ def test_a_gpu_gets_segments_that_grow_and_exact_sums(
     assert matmul.allow_bf16_reduced_precision_reduction is False
 
 
-def test_a_failure_of_nccl_is_not_taken_for_nodes_that_are_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failure_of_nccl_is_not_taken_for_nodes_that_are_late(monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise dist.DistBackendError("NCCL error: unhandled system error\nLast error: no socket")
 

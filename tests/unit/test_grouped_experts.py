@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,7 +76,7 @@ def routed(experts: Any, count: int = sum(SIZES)) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *NORMED])
-def test_outputs_and_gradients_are_those_of_each_expert_alone(family: str) -> None:
+def test_outputs_and_gradients_are_those_of_each_expert_alone(family):
     """By transformers' loop over the experts, whose forward is a reference of its own."""
     experts = experts_of(family)[0]
     rows, weights, ids, ends = routed(experts)
@@ -121,12 +120,12 @@ def assert_gathers_equal_the_loop(device: str) -> None:
             torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-6, atol=2e-6)
 
 
-def test_gathers_have_the_outputs_and_gradients_of_transformers_loop() -> None:
+def test_gathers_have_the_outputs_and_gradients_of_transformers_loop():
     assert_gathers_equal_the_loop("cpu")
 
 
 @needs_compiler
-def test_gathers_have_them_on_a_gpu(tmp_path: Path) -> None:
+def test_gathers_have_them_on_a_gpu(tmp_path):
     finish(on_gpus(1, assert_gathers_equal_the_loop, "cuda", cwd=tmp_path))
 
 
@@ -143,9 +142,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("family", "again"), [("mixtral", 1), ("nemotron_h", 1), ("gpt_oss", 2)])
-def test_experts_that_are_computed_again_leave_out_a_product_that_no_gradient_needs(
-    family: str, again: int
-) -> None:
+def test_experts_that_are_computed_again_leave_out_a_product_that_no_gradient_needs(family, again):
     experts = experts_of(family)[0]
     inputs = routed(experts)
 
@@ -163,7 +160,7 @@ def test_experts_that_are_computed_again_leave_out_a_product_that_no_gradient_ne
     assert products(is_again=True) == 2 + 4 + again
 
 
-def test_the_activation_keeps_its_inputs_alone() -> None:
+def test_the_activation_keeps_its_inputs_alone():
     experts = experts_of("mixtral")[0]
     kept: Counter[torch.Size] = Counter()
 
@@ -193,8 +190,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.full), "nemotron_h"])
 def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
-    family: str, graphs: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, graphs, monkeypatch
+):
     """Layers that FSDP2 has given a class of their own, with rows of any number."""
     layers = [experts_of(family)[0] for _ in range(10)]  # more than a function is compiled anew for
 
@@ -224,7 +221,7 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_a_plan_compiles_nothing(graphs: Counter[str]) -> None:
+def test_a_plan_compiles_nothing(graphs):
     """Its tensors have no contents, whatever device they pretend to be on."""
     config = configured("parallel.expert=2", "data.max_length=64")
     model_config = build("mixtral").config

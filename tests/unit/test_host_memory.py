@@ -14,7 +14,7 @@ def write_cgroup(folder: Path, limit: str, current: int) -> None:
     (folder / "memory.stat").write_text("anon 500\ninactive_file 30\nactive_file 7\nslab 9\n")
 
 
-def test_the_tightest_limit_above_the_process_counts(tmp_path: Path) -> None:
+def test_the_tightest_limit_above_the_process_counts(tmp_path):
     own, cgroups = tmp_path / "cgroup", tmp_path / "fs"
     cgroups.mkdir()  # the root of a machine has no limit
     own.write_text("4:memory:/v1/is/ignored\n0::/job/step/task\n")

@@ -37,9 +37,7 @@ def deaf_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deaf_hub")
-def test_a_hub_that_does_not_answer_is_not_asked_again(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
     model, started = ModelConfig(path="acme/tiny"), time.monotonic()
     refusal = (
         rf"in the hub's cache, and .* \(.*timed out.*\) - .* into {tmp_path}/cache, or connect"
@@ -61,9 +59,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(
     assert time.monotonic() - started < 5
 
 
-def test_the_files_that_are_fetched_are_those_of_the_index(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, monkeypatch):
     """Whatever their names; the hub is a folder here, from which what is asked for is copied."""
     hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
     weights = load_file(models["llama"] / "model.safetensors")

@@ -39,9 +39,7 @@ def inspect(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
     return capsys.readouterr()
 
 
-def test_the_picture_shows_what_is_trained(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picture_shows_what_is_trained(folder, capsys):
     out, _ = inspect(capsys, folder, "data.max_length=40")
     first, second, *rest = out.split("\nRecord ")
     assert first.startswith(f"Record 0 of {folder}/train.jsonl:1: ")
@@ -53,9 +51,7 @@ def test_the_picture_shows_what_is_trained(
     assert "data.train: WARNING: records without a token to train, dropped: 1" in out
 
 
-def test_json_holds_every_sequence_and_nothing_else(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_holds_every_sequence_and_nothing_else(folder, capsys):
     arguments = ("--json", "data.max_length=8", "data.overflow=split")
     out, err = inspect(capsys, folder, *arguments)
     rows = [json.loads(line) for line in out.splitlines()]
@@ -84,9 +80,7 @@ def test_json_holds_every_sequence_and_nothing_else(
         (("--config", "{}/run.yaml", "data.train={}/broken.jsonl"), "1 of 2 records broken"),
     ],
 )
-def test_a_wrong_command_is_refused_in_one_line(
-    folder: Path, arguments: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_is_refused_in_one_line(folder, arguments, what, capsys):
     assert run(["inspect-data", *(argument.format(folder) for argument in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -95,7 +89,7 @@ def test_a_wrong_command_is_refused_in_one_line(
     assert "Traceback" not in err
 
 
-def test_the_source_of_a_record_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_source_of_a_record_is_shown(folder, capsys):
     more = folder / "more.jsonl"
     more.write_text(f"\n\n{json.dumps(chat('and you'))}\n")
     sources = f"data.train=[{{path: {folder}/train.jsonl}}, {{path: {more}, name: b}}]"

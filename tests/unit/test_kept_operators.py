@@ -16,7 +16,7 @@ from shardtune.model.build import kept_operators
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_gradients_are_those_without_checkpointing(family: str, experts: str) -> None:
+def test_gradients_are_those_without_checkpointing(family, experts):
     torch.manual_seed(0)
     model = build(family).train()
     model.set_experts_implementation(experts)
@@ -26,7 +26,7 @@ def test_gradients_are_those_without_checkpointing(family: str, experts: str) ->
     assert is_kept == (family == "mixtral")
 
 
-def test_products_that_a_layer_adds_to_are_not_kept() -> None:
+def test_products_that_a_layer_adds_to_are_not_kept():
     """PyTorch does not notice where Gemma 3n does so."""
     torch.manual_seed(0)
     require_same_gradients(AutoModelForCausalLM.from_config(tiny_config("gemma3n_text")).train())

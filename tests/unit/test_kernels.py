@@ -43,9 +43,7 @@ ROWS = torch.tensor([5, 0, 5])
         (aten.topk.default, [zeros(10), 2], 40 + 2 * (4 + 8), 0),
     ],
 )
-def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once(
-    func: Any, args: list[Any], n_bytes: int, flops: int
-) -> None:
+def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once(func, args, n_bytes, flops):
     launched = kernel(func, *args)
     assert launched and (launched.n_bytes, launched.flops) == (n_bytes, flops)
     assert launched.kind == (Kind.PRODUCT if flops else Kind.OTHER)
@@ -62,11 +60,11 @@ def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once(
         (aten.add.Tensor, [zeros(0), zeros(0)]),
     ],
 )
-def test_views_and_allocations_launch_nothing(func: Any, args: list[Any]) -> None:
+def test_views_and_allocations_launch_nothing(func, args):
     assert kernel(func, *args) is None
 
 
-def test_attention_is_two_products_forward_and_five_backward() -> None:
+def test_attention_is_two_products_forward_and_five_backward():
     """Of causal documents as long as the longest. The backward computes the scores again."""
     documents, longest, heads, width = 4, 8, 2, 16
     x = zeros(documents * longest, heads, width)
@@ -84,12 +82,12 @@ def test_attention_is_two_products_forward_and_five_backward() -> None:
     assert backward and (backward.kind, backward.flops) == (Kind.ATTENTION_BACKWARD, 5 * products)
 
 
-def test_an_operator_of_the_host_is_no_kernel_of_the_gpu() -> None:
+def test_an_operator_of_the_host_is_no_kernel_of_the_gpu():
     x = zeros(10)
     assert kernel_of(aten.neg.default, (x,), {}, -x, "cuda") is None
 
 
-def test_kernels_take_the_longer_of_arithmetic_and_memory_and_are_launched_one_by_one() -> None:
+def test_kernels_take_the_longer_of_arithmetic_and_memory_and_are_launched_one_by_one():
     product = Kernel(Kind.PRODUCT, "mm", n_bytes=8, flops=int(H100.products))
     copy = Kernel(Kind.OTHER, "copy_", n_bytes=int(H100.bytes_per_s))
     assert seconds({product: 2, copy: 3}, H100) == pytest.approx(5)
@@ -98,13 +96,13 @@ def test_kernels_take_the_longer_of_arithmetic_and_memory_and_are_launched_one_b
     assert seconds({tiny: 1000}, H100) == pytest.approx(1000 * LAUNCH_S)
 
 
-def test_of_collectives_only_exchanges_of_tokens_take_time_of_their_own() -> None:
+def test_of_collectives_only_exchanges_of_tokens_take_time_of_their_own():
     gather = Kernel(Kind.COLLECTIVE, "_allgather_base_", n_bytes=10**12)
     exchange = Kernel(Kind.COLLECTIVE, "alltoall_base_", n_bytes=int(H100.exchange_bytes_per_s))
     assert seconds({gather: 1, exchange: 1}, H100) == pytest.approx(1)
 
 
-def test_a_collective_is_counted_whose_result_is_no_tensor() -> None:
+def test_a_collective_is_counted_whose_result_is_no_tensor():
     sent, received = zeros(10), zeros(12)
     exchange = torch.ops.c10d.alltoall_base_.default
     work = object()  # which the host waits for
@@ -113,5 +111,5 @@ def test_a_collective_is_counted_whose_result_is_no_tensor() -> None:
     )
 
 
-def test_a_plan_names_the_gpu_with_its_memory() -> None:
+def test_a_plan_names_the_gpu_with_its_memory():
     assert (gpu_of(80e9), gpu_of(141e9)) == (H100, H200)

@@ -15,9 +15,7 @@ from shardtune.log import logger, node_logger, setup_logging
     ("is_main", "is_node_main", "shown"),
     [(True, True, "run\nWARNING: hot\nnode\n"), (False, True, "node\n"), (False, False, "")],
 )
-def test_lines_appear_once_a_run_or_once_a_node(
-    is_main: bool, is_node_main: bool, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_appear_once_a_run_or_once_a_node(is_main, is_node_main, shown, capsys):
     setup_logging(is_main, is_node_main)
     logger.info("run")
     logger.warning("hot")
@@ -25,7 +23,7 @@ def test_lines_appear_once_a_run_or_once_a_node(
     assert capsys.readouterr() == (shown, "")
 
 
-def test_a_closed_pipe_does_not_end_the_run() -> None:
+def test_a_closed_pipe_does_not_end_the_run():
     code = """
 import sys
 from shardtune.log import logger, setup_logging
@@ -47,7 +45,7 @@ print("alive", file=sys.stderr)
     assert (process.stderr.read(), process.wait()) == (b"alive\n", 0)
 
 
-def test_no_library_shows_progress_in_a_log() -> None:
+def test_no_library_shows_progress_in_a_log():
     """datasets is imported later, where it is needed."""
     program = """
 from shardtune.data.hub import datasets_library

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -62,9 +61,7 @@ def build(family: str) -> Any:
         ("gpt_oss", "experts"),
     ],
 )
-def test_adapters_equal_pefts_and_merge(
-    family: str, targets: str | tuple[str, ...], tmp_path: Path
-) -> None:
+def test_adapters_equal_pefts_and_merge(family, targets, tmp_path):
     lora = LoraConfig(rank=3, alpha=12, targets=targets)
     model, source = build(family), tmp_path / "source"
     model.save_pretrained(source)
@@ -120,7 +117,7 @@ def test_adapters_equal_pefts_and_merge(
     torch.testing.assert_close(whole.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
-def test_ranks_that_grouped_products_do_not_take_are_padded() -> None:
+def test_ranks_that_grouped_products_do_not_take_are_padded():
     """In bfloat16, where rows of 3 numbers are no multiple of 16 bytes."""
     model = build("glm4_moe")
     add_adapters(model, LoraConfig(rank=3, targets="experts"))
@@ -138,7 +135,7 @@ def test_ranks_that_grouped_products_do_not_take_are_padded() -> None:
 
 
 @pytest.mark.parametrize("targets", ["attention", "experts"])
-def test_dropout_reaches_adapters_in_training_and_not_in_evaluation(targets: str) -> None:
+def test_dropout_reaches_adapters_in_training_and_not_in_evaluation(targets):
     ids, outputs = torch.arange(20).view(1, 20), {}
     for dropout in (0.0, 0.5):
         model = build("qwen3_moe")
@@ -154,7 +151,7 @@ def test_dropout_reaches_adapters_in_training_and_not_in_evaluation(targets: str
     assert not torch.equal(outputs[0.5, True], outputs[0.0, True])
 
 
-def test_all_linear_takes_neither_router_nor_head() -> None:
+def test_all_linear_takes_neither_router_nor_head():
     model = build("qwen2_moe")
     lora = LoraConfig(rank=2)
     add_adapters(model, lora)
@@ -179,9 +176,7 @@ def test_all_linear_takes_neither_router_nor_head() -> None:
         ("longcat_flash", {"num_layers": 1}, "LongcatFlashExperts"),
     ],
 )
-def test_experts_of_another_layout_are_refused_and_attention_is_not(
-    family: str, settings: dict[str, Any], kind: str
-) -> None:
+def test_experts_of_another_layout_are_refused_and_attention_is_not(family, settings, kind):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     for targets in ("all-linear", "experts"):
@@ -193,7 +188,7 @@ def test_experts_of_another_layout_are_refused_and_attention_is_not(
     assert adapted and not any("expert" in name or "router" in name for name in adapted)
 
 
-def test_linear_layers_that_compute_otherwise_are_refused_by_name() -> None:
+def test_linear_layers_that_compute_otherwise_are_refused_by_name():
     """One of DeepSeek V4's attention multiplies blocks of its input by blocks of its weight."""
     config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=2)
     with torch.device("meta"):
@@ -208,7 +203,7 @@ def test_linear_layers_that_compute_otherwise_are_refused_by_name() -> None:
     assert {target.group for target in chosen} == {"attention", "experts"}
 
 
-def test_a_tower_of_images_gets_no_adapters() -> None:
+def test_a_tower_of_images_gets_no_adapters():
     text = SMALL | {"head_dim": 8, "num_key_value_heads": 2}
     vision = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
@@ -220,7 +215,7 @@ def test_a_tower_of_images_gets_no_adapters() -> None:
     assert all("language_model" in name for name in adapted)
 
 
-def test_a_decoder_that_is_a_head_has_the_layers_of_the_whole_model() -> None:
+def test_a_decoder_that_is_a_head_has_the_layers_of_the_whole_model():
     config = AutoConfig.for_model("modernbert-decoder", num_hidden_layers=1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -234,7 +229,7 @@ def test_a_decoder_that_is_a_head_has_the_layers_of_the_whole_model() -> None:
         ("llama", "experts", "experts means no layer of llama - use "),
     ],
 )
-def test_targets_that_mean_no_layer_are_refused(family: str, targets: str, refusal: str) -> None:
+def test_targets_that_mean_no_layer_are_refused(family, targets, refusal):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
     with pytest.raises(UserError, match=refusal):
@@ -251,9 +246,7 @@ def test_targets_that_mean_no_layer_are_refused(family: str, targets: str, refus
         ("llama", {}, False),
     ],
 )
-def test_routers_that_choose_with_noise_in_training_are_named(
-    family: str, settings: dict[str, Any], has_noise: bool
-) -> None:
+def test_routers_that_choose_with_noise_in_training_are_named(family, settings, has_noise):
     torch.manual_seed(0)
     model, ids = moe_families.build(family, **settings).train(), torch.arange(40).view(1, 40)
     with torch.no_grad():

@@ -39,8 +39,8 @@ def gradients_of(loss: torch.Tensor, *tensors: torch.Tensor | None) -> list[torc
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_loss_and_gradients_equal_plain_pytorch_in_float64(
-    chunk_rows: int, has_bias: bool, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    chunk_rows, has_bias, scale, monkeypatch
+):
     """Also where a softmax is so sharp that most probabilities are zero."""
     monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk_rows * 4 * 331)
     predicting = torch.arange(0, 60, 3)
@@ -61,9 +61,7 @@ def test_loss_and_gradients_equal_plain_pytorch_in_float64(
         )
 
 
-def test_the_loss_in_bfloat16_is_as_near_to_the_truth_as_the_plain_head(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_loss_in_bfloat16_is_as_near_to_the_truth_as_the_plain_head(monkeypatch):
     predicting = torch.arange(200)
     head, targets = a_head(64, 500, True, torch.bfloat16, predicting)
     hidden = torch.randn(200, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -85,7 +83,7 @@ def test_the_loss_in_bfloat16_is_as_near_to_the_truth_as_the_plain_head(
             assert mine <= 1.25 * theirs + 2e-5
 
 
-def test_a_batch_without_a_trained_token_has_a_zero_loss_with_gradients() -> None:
+def test_a_batch_without_a_trained_token_has_a_zero_loss_with_gradients():
     head, _ = a_head(16, 331, True, torch.float32, torch.arange(0))
     hidden = torch.randn(1, 9, 16, requires_grad=True)
     loss = head(hidden)
@@ -95,9 +93,7 @@ def test_a_batch_without_a_trained_token_has_a_zero_loss_with_gradients() -> Non
     )
 
 
-def test_the_loss_makes_gradients_only_where_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_loss_makes_gradients_only_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(loss_module, "_Gradients", None)
     head, _ = a_head(16, 331, False, torch.float32, torch.arange(5))
     with torch.no_grad():
@@ -105,9 +101,7 @@ def test_the_loss_makes_gradients_only_where_they_are_asked_for(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_compiled_loss_is_the_eager_one_without_a_matrix_of_float32(
-    dtype: torch.dtype,
-) -> None:
+def test_the_compiled_loss_is_the_eager_one_without_a_matrix_of_float32(dtype):
     """As a GPU runs it, compiled for this CPU: one function, with a number a row in between."""
     torch.manual_seed(0)
     rows, vocabulary = 64, 1000

@@ -41,7 +41,7 @@ def spikes(losses: list[float]) -> list[str]:
         ([1.0] * 60 + [2.0] * 60, list(range(61, 86))),  # until the median has followed
     ],
 )
-def test_a_spike_is_named_with_its_command(losses: list[float], named: list[int]) -> None:
+def test_a_spike_is_named_with_its_command(losses, named):
     lines = spikes(losses)
     assert [line.partition(" in step ")[2].partition(",")[0] for line in lines] == [
         *map(str, named)

@@ -322,7 +322,7 @@ def test_the_optimizers_states_take_the_bytes_that_are_said(dtype, eight_bit, mo
 
 
 @pytest.mark.parametrize("eight_bit", [False, True])
-def test_weight_and_moments_are_rounded_independently(eight_bit: bool) -> None:
+def test_weight_and_moments_are_rounded_independently(eight_bit):
     """Each is equal everywhere before it is rounded, up in some places and down in the others."""
     for size in torch.linspace(0.3, 0.9, 60).tolist():
         weight = torch.ones(64, 256, dtype=torch.bfloat16)

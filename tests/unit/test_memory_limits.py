@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,14 @@ from shardtune.errors import OutOfMemory
 from shardtune.training.out_of_memory import step_fits, weights_fit
 
 
-def test_memory_that_python_lacks_gets_advice_too(models: dict[str, Path], tmp_path: Path) -> None:
+def test_memory_that_python_lacks_gets_advice_too(models, tmp_path):
     layout = Layout.of(config_for(models["llama"], tmp_path))
     said = r"^a micro-batch of 1 \(train.* does not fit the memory \(Unable to allocate .+\) - set"
     with pytest.raises(OutOfMemory, match=said), step_fits(layout):
         np.empty(1 << 60, np.uint8)
 
 
-def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(models, tmp_path):
     said = r"^the model with its gradients and its optimizer's state does not fit the memory "
     said += r"\((?!the|\d+ \().+\) - share it"
     layout = Layout.of(config_for(models["llama"], tmp_path))
@@ -32,9 +29,7 @@ def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def test_advice_on_memory_names_only_keys_that_are_not_set_yet(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_advice_on_memory_names_only_keys_that_are_not_set_yet(models, tmp_path):
     def advice(fits: Any, *overrides: str) -> str:
         with (
             pytest.raises(OutOfMemory) as raised,

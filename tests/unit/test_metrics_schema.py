@@ -12,12 +12,12 @@ from shardtune.metrics_schema import KINDS, markdown
 from shardtune.report.read_run import read_entry
 
 
-def test_the_committed_page_is_current() -> None:
+def test_the_committed_page_is_current():
     page = REPOSITORY / "docs/metrics.md"
     assert markdown() == page.read_text(encoding="utf-8"), "run `make docs`"
 
 
-def test_every_kind_of_object_is_read_and_has_a_table() -> None:
+def test_every_kind_of_object_is_read_and_has_a_table():
     """A class that is left out of the union is written, and neither checked nor explained."""
     written = {
         name
@@ -38,5 +38,5 @@ def test_every_kind_of_object_is_read_and_has_a_table() -> None:
         ({"kind": "experts", "step": 3, "layers": [{"entropy": 1.0}]}, False),
     ],
 )
-def test_a_line_is_read_by_the_fields_that_it_has(entry: object, is_read: bool) -> None:
+def test_a_line_is_read_by_the_fields_that_it_has(entry, is_read):
     assert read_entry(json.dumps(entry)) == (entry if is_read else None)

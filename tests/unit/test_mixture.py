@@ -46,12 +46,7 @@ def weights_of(sources: list[tuple[str, int]]) -> tuple[Fraction, ...]:
 
 @given(SOURCES, st.integers(0, 2**63 - 1), st.integers(1, 12))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_counts_are_exact_and_uses_differ_by_at_most_one(
-    tmp_path_factory: pytest.TempPathFactory,
-    sources: list[tuple[str, int]],
-    seed: int,
-    epochs: int,
-) -> None:
+def test_counts_are_exact_and_uses_differ_by_at_most_one(tmp_path_factory, sources, seed, epochs):
     dataset = mixture(tmp_path_factory.mktemp("mixture"), sources)
     uses: Counter[int] = Counter()
     before = [0] * len(sources)
@@ -73,7 +68,7 @@ def test_counts_are_exact_and_uses_differ_by_at_most_one(
             assert max(used) - min(used) <= 1
 
 
-def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path: Path) -> None:
+def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path):
     sources = [("0.5", 40), ("0.35", 30)]
     dataset = mixture(tmp_path, sources)
     n_first = int((dataset.source == 0).sum())
@@ -102,8 +97,8 @@ def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path: P
     ],
 )
 def test_a_single_source_has_the_order_that_runs_had_before_there_were_several(
-    packing: bool, steps: int, digest: str, tmp_path: Path
-) -> None:
+    packing, steps, digest, tmp_path
+):
     """The digests come from the version without sources."""
     lengths = random_lengths(997, 40, 0).tolist()
     dataset = write_dataset(tmp_path, [([1] * n, [False] + [True] * (n - 1)) for n in lengths])
@@ -116,9 +111,7 @@ def test_a_single_source_has_the_order_that_runs_had_before_there_were_several(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(
-    packing: bool, tmp_path: Path
-) -> None:
+def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(packing, tmp_path):
     sources = [("0.35", 60), ("1.3", 45)]
     dataset = mixture(tmp_path, sources)
     given = RUN | {"packing": packing, "epochs": 4, "weights": weights_of(sources)}
@@ -142,7 +135,7 @@ def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(
             assert following.rows.members.tolist() == steps[step.number].rows.members.tolist()
 
 
-def test_an_epoch_without_a_record_is_skipped(tmp_path: Path) -> None:
+def test_an_epoch_without_a_record_is_skipped(tmp_path):
     dataset = mixture(tmp_path, [("0.3", 1)])
     given = RUN | {"packing": True, "weights": (Fraction("0.3"),)}
     schedule = Schedule(dataset, epochs=8, **given)
@@ -152,7 +145,7 @@ def test_an_epoch_without_a_record_is_skipped(tmp_path: Path) -> None:
     assert Schedule(dataset, epochs=3, **given).rows_per_epoch == 0
 
 
-def test_epochs_that_will_not_run_are_not_planned(tmp_path: Path) -> None:
+def test_epochs_that_will_not_run_are_not_planned(tmp_path):
     dataset = mixture(tmp_path, [("0.5", 90)])
     given = RUN | {"packing": False, "weights": (Fraction("0.5"),), "max_steps": 7}
     assert Schedule(dataset, epochs=10**12, **given).total_steps == 7

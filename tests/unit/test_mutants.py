@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,13 @@ from tests.mutants import ROOT, read_mutants
 MUTANTS = read_mutants()
 
 
-def test_edits_have_sentences_of_their_own() -> None:
+def test_edits_have_sentences_of_their_own():
     sentences = [mutant.edit for mutant in MUTANTS]
     assert len(sentences) == len(set(sentences))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.edit)
-def test_each_edit_changes_one_place_and_names_tests_that_exist(mutant, tmp_path: Path) -> None:
+def test_each_edit_changes_one_place_and_names_tests_that_exist(mutant, tmp_path):
     (tmp_path / mutant.file).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
     mutant.apply(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +62,7 @@ GPU = {"name": "H100", "memory": (79e9, 80e9)}
         ({"clock_ahead_s": -40.0}, "the clock of node 1 (b) is 40.0 s behind that of node 0 (a)"),
     ],
 )
-def test_nodes_with_different_facts_are_refused(different: dict[str, Any], words: str) -> None:
+def test_nodes_with_different_facts_are_refused(different, words):
     facts = [FACTS, FACTS | different]
     if "processes" in different:
         facts[0] = FACTS | {"config": different["config"]}
@@ -73,7 +72,7 @@ def test_nodes_with_different_facts_are_refused(different: dict[str, Any], words
         require_error_line(f"ERROR: {problem}")
 
 
-def test_a_run_directory_that_only_some_nodes_share_is_refused() -> None:
+def test_a_run_directory_that_only_some_nodes_share_is_refused():
     names = [*NAMES, "node 2 (c)"]
     alone = FACTS | {"shares_run_dir": False}
     (problem,) = compare.problems_of([FACTS, FACTS, alone], names)
@@ -84,7 +83,7 @@ def test_a_run_directory_that_only_some_nodes_share_is_refused() -> None:
     assert not compare.problems_of([FACTS, alone, alone], names)  # each has a disk of its own
 
 
-def test_the_first_differences_between_nodes_are_said_last() -> None:
+def test_the_first_differences_between_nodes_are_said_last():
     """A path that differs stands behind the files that differ for it."""
     code = {f"shardtune/{number:02}.py": "a digest" for number in range(14)}
     problems = compare.problems_of([FACTS, FACTS | {"code": code}], NAMES)
@@ -119,9 +118,7 @@ def test_the_first_differences_between_nodes_are_said_last() -> None:
         ({"rdma_ports": ""}, {"transport": "sockets"}, ""),
     ],
 )
-def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(
-    fact: dict[str, Any], figure: dict[str, Any], words: str
-) -> None:
+def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(fact, figure, words):
     facts, figures = [FACTS, FACTS | fact], [FIGURES, FIGURES | figure]
     warnings = compare.warnings_of(facts, figures, NAMES)
     assert [words in warning for warning in warnings] == [True] * bool(words)
@@ -140,9 +137,7 @@ def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(
         ({"memlock": 65536}, "only 65536 bytes may be locked"),
     ],
 )
-def test_low_limits_of_a_node_are_warned_of(
-    different: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_limits_of_a_node_are_warned_of(different, words, monkeypatch):
     here = {"gpus": [GPU], "shm": 1e11} | different
     limits = {
         resource.RLIMIT_NOFILE: here.pop("nofile", 1 << 20),
@@ -164,16 +159,14 @@ def test_low_limits_of_a_node_are_warned_of(
         ("Bootstrap: Using enp26s0np0:10.11.7.50<0>", ""),
     ],
 )
-def test_the_transport_is_the_one_that_nccl_names(line: str, transport: str) -> None:
+def test_the_transport_is_the_one_that_nccl_names(line, transport):
     log = (
         f"host:7:7 [0] NCCL INFO Bootstrap: Using lo:127.0.0.1<0>\nhost:7:9 [0] NCCL INFO {line}\n"
     )
     assert microbenchmark.transport(log) == transport
 
 
-def test_rdma_ports_are_those_that_the_kernel_calls_active(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rdma_ports_are_those_that_the_kernel_calls_active(tmp_path, monkeypatch):
     monkeypatch.setattr(node_info, "_RDMA_PORTS", tmp_path)
     assert node_info._rdma_ports() == ""
     states = {"mlx5_0/ports/1": "4: ACTIVE\n", "mlx5_0/ports/2": "1: DOWN\n"}
@@ -187,7 +180,7 @@ def environment(*arguments: str) -> Environment:
     return read_environment({"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}, arguments)
 
 
-def test_every_file_that_a_run_executes_is_compared(tmp_path: Path) -> None:
+def test_every_file_that_a_run_executes_is_compared(tmp_path):
     """At any depth: one that is left out may differ between nodes without a word."""
     code = node_info.node_facts(environment(f"run.dir={tmp_path}"))["code"]
     files = {str(file.relative_to(REPOSITORY)) for file in REPOSITORY.glob("shardtune/**/*.py")}
@@ -196,12 +189,12 @@ def test_every_file_that_a_run_executes_is_compared(tmp_path: Path) -> None:
     assert code.keys() - files == {"train_fsdp.py", "launch_node0.sh", "launch_node1.sh"}
 
 
-def test_every_setting_but_those_of_a_node_is_compared(tmp_path: Path) -> None:
+def test_every_setting_but_those_of_a_node_is_compared(tmp_path):
     settings = node_info.node_facts(environment(f"run.dir={tmp_path}"))["config"]
     assert KEYS.keys() - settings.keys() == {"run.dir", "distributed.join_timeout_s"}
 
 
-def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path: Path) -> None:
+def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path):
     versions = node_info.node_facts(environment(f"run.dir={tmp_path}"))["versions"]
     names = {"torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors"}
     assert names | {"numpy", "jinja2", "Python"} <= versions.keys()
@@ -214,7 +207,7 @@ def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path: Path)
         )
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(node_info, "_gpus", one_gpu)
     facts = node_info.node_facts(environment())
     assert (facts["devices"], facts["backend"]) == ({"the device": "H100"}, "nccl")
@@ -227,9 +220,7 @@ def one_gpu(backend: str) -> tuple[list[dict[str, Any]], list[str]]:
     return [GPU], []
 
 
-def test_only_files_that_are_read_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
     for name in ("train.jsonl", "more.csv.gz", "NOTES.txt", ".hidden.jsonl", "saved/a/x.arrow"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -246,9 +237,7 @@ def test_only_files_that_are_read_are_compared(
     ]
 
 
-def test_weights_are_compared_whole_or_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
     """The last block of a file is always among the samples."""
     file, content, remarks = tmp_path / "model.safetensors", bytearray(50 << 20), list[str]()
 

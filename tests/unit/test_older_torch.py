@@ -28,7 +28,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="this PyTorch is adapted")
-def test_this_pytorch_is_left_as_it_is() -> None:
+def test_this_pytorch_is_left_as_it_is():
     """In a process of its own: a test may have changed a name of this one's."""
     names = ("torch.compile", "varlen.varlen_attn", "dist.all_gather_single", "guards.format_frame")
     state = f"[id(x) for x in ({', '.join(names)})] + [sorted(vars(FSDPState))]"
@@ -41,7 +41,7 @@ def test_this_pytorch_is_left_as_it_is() -> None:
     finish(run(code))
 
 
-def test_every_module_that_uses_an_adapted_name_imports_the_adaptation() -> None:
+def test_every_module_that_uses_an_adapted_name_imports_the_adaptation():
     graph = grimp.build_graph("shardtune")
     using = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
@@ -53,7 +53,7 @@ def test_every_module_that_uses_an_adapted_name_imports_the_adaptation() -> None
     assert lacking == [], f"import {_MODULE} there"
 
 
-def test_the_limit_of_compiled_graphs_is_only_raised() -> None:
+def test_the_limit_of_compiled_graphs_is_only_raised():
     config: Any = importlib.import_module("torch._dynamo.config")
     compile_all = older_torch._raising_limit(lambda function, dynamic: (function, dynamic))
     with config.patch(recompile_limit=8):
@@ -62,9 +62,7 @@ def test_the_limit_of_compiled_graphs_is_only_raised() -> None:
         assert compile_all(abs, dynamic=True) == (abs, True) and config.recompile_limit == 64
 
 
-def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(monkeypatch):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
     for name, (oldest, newest) in older_torch.TRIED.items():

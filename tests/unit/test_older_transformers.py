@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import shardtune.model.older_transformers  # noqa: F401, it is what is tested
 
 
-def test_hooks_of_a_checkpointed_layer_run_once_and_its_forward_twice() -> None:
+def test_hooks_of_a_checkpointed_layer_run_once_and_its_forward_twice():
     """FSDP2 gathers and frees weights in such hooks."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", **shape, vocab_size=32, num_hidden_layers=2)

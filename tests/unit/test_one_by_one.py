@@ -40,7 +40,7 @@ def called(*given: Any, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     return output, layer.given
 
 
-def test_masks_and_alibi_are_those_of_a_row_that_begins_with_the_document() -> None:
+def test_masks_and_alibi_are_those_of_a_row_that_begins_with_the_document():
     """Also where they are no longer relative: Falcon rounds its ALiBi to bfloat16."""
     hidden, alibi = torch.arange(21).view(1, 7, 3), torch.arange(14).view(2, 1, 7)
     mask = torch.arange(49).view(1, 1, 7, 7)
@@ -53,7 +53,7 @@ def test_masks_and_alibi_are_those_of_a_row_that_begins_with_the_document() -> N
 
 
 @pytest.mark.parametrize("width", [2, 7])
-def test_tokens_are_cut_wherever_their_dimension_is(width: int) -> None:
+def test_tokens_are_cut_wherever_their_dimension_is(width):
     """A width may be the number of tokens as well."""
     cos, places = torch.rand(3, 1, 7, width), torch.arange(7).view(1, 7)
     table = torch.rand(5, width)
@@ -66,17 +66,17 @@ def test_tokens_are_cut_wherever_their_dimension_is(width: int) -> None:
     assert first["table"] is table
 
 
-def test_a_module_within_sees_the_one_document() -> None:
+def test_a_module_within_sees_the_one_document():
     (_, last), (first, second) = called(torch.rand(1, 7, 2))
     assert first["lengths"] == [3] and second["lengths"] == [4] and last == [4]
 
 
-def test_a_part_of_a_row_is_refused() -> None:
+def test_a_part_of_a_row_is_refused():
     with pytest.raises(RuntimeError, match=r"tensor of \(1, 5, 2\) for documents of 7 tokens"):
         called(torch.rand(1, 5, 2))
 
 
-def test_a_restored_module_takes_the_row() -> None:
+def test_a_restored_module_takes_the_row():
     layer = Layer()
     call_one_by_one(layer)
     restore(layer)

@@ -203,9 +203,7 @@ def test_a_resume_names_all_that_it_computes_in_another_way_in_a_line(caplog):
     assert "loss" not in older and update not in newer
 
 
-def test_an_optimizer_of_other_weights_is_refused_with_those_that_it_updates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_optimizer_of_other_weights_is_refused_with_those_that_it_updates(monkeypatch):
     monkeypatch.setattr(rules, "RULES", [rules.FusedAdamW])
     with pytest.raises(UserError, match=r"^optimizer.name=adamw does not .* - .*=float32$"):
         rules.find_rule("adamw", "bfloat16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +20,7 @@ from shardtune.data.order import lay_out_rows
     st.integers(0, 9),
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_every_sequence_is_in_one_row_that_fits(
-    drawn: list[int], packing: bool, seed: int, epoch: int
-) -> None:
+def test_every_sequence_is_in_one_row_that_fits(drawn, packing, seed, epoch):
     lengths = np.array(drawn, np.int32)
     rows = lay_out_rows(lengths, 100, packing, seed, epoch)
     members = [rows[row].tolist() for row in range(len(rows))]
@@ -33,7 +30,7 @@ def test_every_sequence_is_in_one_row_that_fits(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_rows_are_a_function_of_seed_and_epoch(packing: bool) -> None:
+def test_rows_are_a_function_of_seed_and_epoch(packing):
     lengths = random_lengths(300, 90, 3)
 
     def planned(seed: int, epoch: int) -> list[list[int]]:
@@ -52,7 +49,7 @@ def test_rows_are_a_function_of_seed_and_epoch(packing: bool) -> None:
         assert abs(np.corrcoef(range(len(first)), values)[0, 1]) < 0.3
 
 
-def test_rows_that_stand_together_are_random_among_those_of_like_cost() -> None:
+def test_rows_that_stand_together_are_random_among_those_of_like_cost():
     """No group has the same rows in two epochs, and expensive rows are anywhere in an epoch."""
     lengths = log_normal_lengths(16_000, 500, 4096, 0)
     groups = []
@@ -65,7 +62,7 @@ def test_rows_that_stand_together_are_random_among_those_of_like_cost() -> None:
     assert not groups[0] & groups[1]
 
 
-def test_a_plan_holds_no_python_object_per_record(tmp_path: Path) -> None:
+def test_a_plan_holds_no_python_object_per_record(tmp_path):
     lengths = log_normal_lengths(200_000, 500, 4096, 0)
     (tmp_path / "lengths").write_bytes(lengths.tobytes())
     mapped = np.memmap(tmp_path / "lengths", np.int32, mode="r")

@@ -19,9 +19,7 @@ SEQUENCES = st.lists(st.booleans(), max_size=40).map(lambda flags: np.array([Fal
 
 @given(SEQUENCES, st.integers(2, 12), st.sampled_from(["truncate", "split", "drop", "error"]))
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_pieces_fit_and_hold_each_trained_token_at_most_once(
-    trained: np.ndarray, max_length: int, overflow: str
-) -> None:
+def test_pieces_fit_and_hold_each_trained_token_at_most_once(trained, max_length, overflow):
     is_long = len(trained) > max_length
     if overflow == "error" and is_long:
         with pytest.raises(RecordError, match=f"has {len(trained)} tokens, more than"):
@@ -76,13 +74,7 @@ def turn_tokens(sequences: list[EncodedSequence]) -> dict[int, list[int]]:
     st.sampled_from(list(STOPS)),
 )
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_every_turn_that_is_trained_is_whole(
-    rounds: list[tuple[str, str, str]],
-    silent_end: bool,
-    max_length: int,
-    loss_on: str,
-    template: str,
-) -> None:
+def test_every_turn_that_is_trained_is_whole(rounds, silent_end, max_length, loss_on, template):
     messages = conversation(rounds, silent_end, reasons=template != "chatml")
     chat = encoder(TEMPLATES[template], loss_on, STOPS[template])
     whole = chat.encode_messages(messages)
@@ -105,9 +97,7 @@ def test_every_turn_that_is_trained_is_whole(
 
 @given(ROUNDS, st.booleans(), st.integers(2, 160), st.sampled_from(["assistant", "last", "all"]))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_the_most_turns_that_fit_are_kept(
-    rounds: list[tuple[str, str, str]], silent_end: bool, max_length: int, loss_on: str
-) -> None:
+def test_the_most_turns_that_fit_are_kept(rounds, silent_end, max_length, loss_on):
     messages = conversation(rounds, silent_end)
     chat = encoder(loss_on=loss_on)
     # By hand: a token a byte, and one for each of the two marks.

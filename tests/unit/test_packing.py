@@ -36,7 +36,7 @@ def check_rows(lengths: list[int], max_length: int) -> None:
 
 @given(LENGTHS)
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_rows_are_those_of_a_naive_best_fit(case: tuple[list[int], int]) -> None:
+def test_rows_are_those_of_a_naive_best_fit(case):
     check_rows(*case)
 
 
@@ -50,5 +50,5 @@ def test_rows_are_those_of_a_naive_best_fit(case: tuple[list[int], int]) -> None
     ],
     ids=["short", "long", "equal", "full"],
 )
-def test_many_rows_are_those_of_a_naive_best_fit(lengths: np.ndarray, max_length: int) -> None:
+def test_many_rows_are_those_of_a_naive_best_fit(lengths, max_length):
     check_rows(lengths.tolist(), max_length)

@@ -43,7 +43,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("name", [row.name for row in ROWS])
-def test_each_listed_private_name_exists_in_the_pinned_versions(name: str) -> None:
+def test_each_listed_private_name_exists_in_the_pinned_versions(name):
     importlib.import_module("torch.nn.attention.varlen")  # it defines operators
     module, parts = imported(name)
     owner: Any = module
@@ -69,7 +69,7 @@ def is_given_to_instances(owner: Any, name: str) -> bool:
     return re.search(rf"\bself\.{name}\b|\"{name}\"", inspect.getsource(owner)) is not None
 
 
-def test_every_private_name_that_the_code_uses_is_listed_with_its_file() -> None:
+def test_every_private_name_that_the_code_uses_is_listed_with_its_file():
     own = {name for path in FILES for name in defined(path)}
     missing = []
     for path in FILES:
@@ -81,7 +81,7 @@ def test_every_private_name_that_the_code_uses_is_listed_with_its_file() -> None
     assert missing == [], "add a row to the private names of docs/support.md"
 
 
-def test_every_listed_private_name_is_used_in_its_files() -> None:
+def test_every_listed_private_name_is_used_in_its_files():
     texts = {short(path): path.read_text(encoding="utf-8") for path in FILES}
     unused = [
         f"{file}: {row.name}"

@@ -16,7 +16,7 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def test_each_module_is_drawn_from_the_seed_and_its_name() -> None:
+def test_each_module_is_drawn_from_the_seed_and_its_name():
     weights, again, other = drawn(1), drawn(1), drawn(2)
     names = [name for name in weights if name.endswith("q_proj.weight")]
     first, second = (weights[name] for name in names)
@@ -24,7 +24,7 @@ def test_each_module_is_drawn_from_the_seed_and_its_name() -> None:
     assert torch.equal(first, again[names[0]]) and not torch.equal(first, other[names[0]])
 
 
-def test_choices_beyond_the_experts_are_counted_apart() -> None:
+def test_choices_beyond_the_experts_are_counted_apart():
     counts = torch.zeros(4, dtype=torch.int64)
     count_tokens(counts, torch.tensor([[0, 2], [2, 5], [3, 3]]))
     assert counts.tolist() == [1, 0, 2, 3]

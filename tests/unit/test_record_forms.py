@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -58,9 +57,7 @@ def same_instructions() -> tuple[list[dict], list[dict]]:
 @pytest.mark.parametrize(
     "options", [{}, {"eval_fraction": 0.4}, {"loss_on": "last"}, {"max_length": 90}], ids=str
 )
-def test_each_form_gives_the_tokens_of_the_same_messages(
-    case: str, options: dict[str, Any], model: Path, tmp_path: Path
-) -> None:
+def test_each_form_gives_the_tokens_of_the_same_messages(case, options, model, tmp_path):
     theirs, ours = same_records() if case == "sharegpt" else same_instructions()
     plain = Run(model, write(tmp_path / "ours.jsonl", ours), **options)
     if case.startswith("renamed"):
@@ -80,7 +77,7 @@ def test_each_form_gives_the_tokens_of_the_same_messages(
     assert len(counts) == len(run.prepared.sets)
 
 
-def test_columns_that_match_nothing_are_refused(model: Path, tmp_path: Path) -> None:
+def test_columns_that_match_nothing_are_refused(model, tmp_path):
     records = [{"question": "q", "answer": "a", "score": 1}, {"text": "t", "score": None}]
     train = write(tmp_path / "a.jsonl", records)
     columns = {"prompt": "question", "completion": "anwser", "text": None}
@@ -96,9 +93,7 @@ def test_columns_that_match_nothing_are_refused(model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_columns_apply_to_the_sources_that_have_them(
-    kind: str, model: Path, tmp_path: Path
-) -> None:
+def test_columns_apply_to_the_sources_that_have_them(kind, model, tmp_path):
     forms = {
         "renamed": ({"question": "q1", "answer": "a1"}, {"prompt": "q1", "completion": "a1"}),
         "ours": ({"prompt": "q2", "completion": "a2"}, {"prompt": "q2", "completion": "a2"}),
@@ -126,7 +121,7 @@ def test_columns_apply_to_the_sources_that_have_them(
     assert problems[0].startswith(f"{both}:2: has prompt and question, which data.columns reads")
 
 
-def test_template_options_reach_the_template(tmp_path: Path) -> None:
+def test_template_options_reach_the_template(tmp_path):
     model = save_model(tmp_path / "model", "{{ greeting }}" + TEMPLATE)
     train, other = (
         write(tmp_path / "a.jsonl", [chat("q")]),

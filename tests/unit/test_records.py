@@ -43,7 +43,7 @@ RECORDS = st.dictionaries(st.sampled_from(RECORD_FIELDS), st.one_of(JSON, MESSAG
 
 @given(st.one_of(JSON, RECORDS))
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
+def test_any_json_is_a_record_or_refused_with_a_remedy(value):
     try:
         record, unread, notes = check_record(value)
     except RecordError as error:
@@ -182,8 +182,8 @@ def tables_of(
 
 @pytest.mark.parametrize(("record", "columns", "read"), NAMED_OTHERWISE)
 def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
-    record: dict[str, Any], columns: list[str], read: Any, tmp_path: Path
-) -> None:
+    record, columns, read, tmp_path
+):
     """Also where they are columns of a table, of which only our fields are read."""
     with pytest.raises(RecordError) as error:
         check_record(record)
@@ -201,7 +201,7 @@ def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
         assert renamed["messages"] == read if is_chat else not {"messages"} & renamed.keys() or read
 
 
-def test_messages_as_json_text_are_read() -> None:
+def test_messages_as_json_text_are_read():
     for name, turns in (("messages", CHAT), ("conversations", sharegpt()["conversations"])):
         as_text, _, notes = check_record({name: json.dumps(turns)})
         assert as_text == check_record({name: turns})[0]
@@ -209,7 +209,7 @@ def test_messages_as_json_text_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["image", "Images", "video", "audios"])
-def test_a_tag_that_stands_for_a_field_is_refused(name: str) -> None:
+def test_a_tag_that_stands_for_a_field_is_refused(name):
     record, unread, _ = check_record({**chat("<image>\nWhat?"), name: "a.jpg"})
     assert unread == [name] and is_media(name) and not is_media("imagery")
     with pytest.raises(RecordError, match=f"has <image> in its text, for its field {name}, and"):
@@ -219,14 +219,14 @@ def test_a_tag_that_stands_for_a_field_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("record", "what"), BROKEN)
-def test_a_broken_record_is_refused_with_a_remedy(record: Any, what: str) -> None:
+def test_a_broken_record_is_refused_with_a_remedy(record, what):
     with pytest.raises(RecordError) as error:
         check_record(record)
     assert what in str(error.value)
     assert " - " in str(error.value)
 
 
-def test_the_documented_refusals_of_records_are_made() -> None:
+def test_the_documented_refusals_of_records_are_made():
     messages = ["invalid JSON (column 1)"]
     both = {"prompt": "a", "question": "b"}
     calls = [partial(rename_fields, both, {"prompt": "question"})]
@@ -257,7 +257,7 @@ TURNS = st.lists(
 
 @given(TURNS)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_sharegpt_is_read_as_messages(turns: list[tuple[tuple[str, str], str, dict]]) -> None:
+def test_sharegpt_is_read_as_messages(turns):
     conversations = [{"from": name, "value": text, **more} for (_, name), text, more in turns]
     messages = [
         {"role": role, "content": text, **{k: v for k, v in more.items() if v is not None}}
@@ -278,34 +278,34 @@ def test_sharegpt_is_read_as_messages(turns: list[tuple[tuple[str, str], str, di
 
 @given(TURNS, st.none() | st.text())
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_a_system_field_of_sharegpt_is_a_turn(turns: list[Any], system: str | None) -> None:
+def test_a_system_field_of_sharegpt_is_a_turn(turns, system):
     """That of LLaMA-Factory's data."""
     conversations = [{"from": name, "value": text} for (_, name), text, _ in turns]
     record = {"conversations": conversations, "system": system}
-    if system and any(role == "system" for (role, _), _, _ in turns):
+    told = [text for (role, _), text, _ in turns if role == "system"]
+    has_system = bool(system and system.strip())
+    if has_system and told and told != [system]:
         with pytest.raises(RecordError, match="has system and a system turn in conversations"):
             check_record(record)
         return
-    first = [{"from": "system", "value": system}] if system else []
+    first = [{"from": "system", "value": system}] if has_system and not told else []
     expected = check_record({"conversations": [*first, *conversations]})
     assert check_record(record) == expected
 
 
 @given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_alpaca_is_read_as_messages(
-    instruction: str, more: str | None, output: str, system: str | None
-) -> None:
+def test_alpaca_is_read_as_messages(instruction, more, output, system):
     record = {"instruction": instruction, "input": more, "output": output, "system": system}
     question = f"{instruction}\n{more}" if more else instruction
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    if system:
+    if system and system.strip():
         messages.insert(0, {"role": "system", "content": system})
     form = (Outcome.FOREIGN_FORM, "Alpaca: instruction, input and output")
     assert check_record(record) == ({"messages": messages}, [], [form])
 
 
-def test_fields_have_our_names_by_columns() -> None:
+def test_fields_have_our_names_by_columns():
     record = {"question": "a", "answer": "b", "text": "c", "prompt": None, "id": 1}
     columns = {"prompt": "question", "completion": "answer", "text": None, "tools": "none"}
     assert rename_fields(record, columns) == {"id": 1, "prompt": "a", "completion": "b"}

@@ -79,9 +79,7 @@ def report(*arguments: object) -> int:
     return run(["report", *map(str, arguments)])
 
 
-def test_the_page_needs_no_network_and_names_every_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_needs_no_network_and_names_every_figure(tmp_path, capsys):
     lines = ["data.train: records longer than data.max_length=64, truncated: 12"]
     folder = write_run(tmp_path / "run", data=lines)
     assert report(folder) == 0
@@ -96,7 +94,7 @@ def test_the_page_needs_no_network_and_names_every_figure(
         assert said in page, said
 
 
-def test_names_are_linked_as_they_are_and_no_other_file_is_overwritten(tmp_path: Path) -> None:
+def test_names_are_linked_as_they_are_and_no_other_file_is_overwritten(tmp_path):
     a = write_run(tmp_path / "_a $x$ <b> #1")
     b = write_run(tmp_path / "other" / a.name, steps=30)
     out = tmp_path / "page #2.html"
@@ -109,7 +107,7 @@ def test_names_are_linked_as_they_are_and_no_other_file_is_overwritten(tmp_path:
     assert report(a, "--out", tmp_path / "notes.txt") == 2
 
 
-def test_the_card_sums_up_a_run(tmp_path: Path) -> None:
+def test_the_card_sums_up_a_run(tmp_path):
     start = {"world_size": 2, "device": "cpu", "data_ranks": 2}
     start |= {"micro_batch_size": 3, "gradient_accumulation_steps": 4}
     run = read_run(write_run(tmp_path / "run", **start))
@@ -145,9 +143,7 @@ def test_the_card_sums_up_a_run(tmp_path: Path) -> None:
         (["eval"], {"perplexity": "(not finite); a not finite"}),
     ],
 )
-def test_a_figure_that_is_missing_has_its_reason(
-    entries: list[str], expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_figure_that_is_missing_has_its_reason(entries, expected, tmp_path):
     lines = {
         "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
         "step": {"kind": "step", "step": 1, "loss": None, "tokens": 10, "seconds": 2.0},
@@ -169,11 +165,11 @@ def test_a_figure_that_is_missing_has_its_reason(
     ("seconds", "said"),
     [(2.345, "2.3 s"), (59.6, "1 min"), (7205, "2 h"), (360059, "4 d 4 h"), (math.nan, "years")],
 )
-def test_a_duration_is_said_as_people_say_it(seconds: float, said: str) -> None:
+def test_a_duration_is_said_as_people_say_it(seconds, said):
     assert spoken(seconds) == said
 
 
-def test_two_runs_share_their_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_share_their_axes(tmp_path, capsys):
     a = write_run(tmp_path / "a")
     b = write_run(tmp_path / "b", steps=30, model="b/model", seed=1)
     out = tmp_path / "both.html"
@@ -188,9 +184,7 @@ def test_two_runs_share_their_axes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert loss.curves[1].x["time"][-1] == pytest.approx(30 * 2)
 
 
-def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"kind": 3, "step": 1}\n{"kind": "step"}\n{"kind": "ste')
@@ -207,9 +201,7 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
 
 
 @pytest.mark.parametrize("text", [None, "", "not a run\n"])
-def test_a_folder_without_a_run_is_refused(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_run_is_refused(text, tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     (tmp_path / "none").mkdir()
     if text is not None:
@@ -220,7 +212,7 @@ def test_a_folder_without_a_run_is_refused(
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))
-def test_thinning_keeps_the_extremes_and_the_order(values: list[float], points: int) -> None:
+def test_thinning_keeps_the_extremes_and_the_order(values, points):
     x, y = thin(np.arange(len(values)) * 1.0, np.array(values), points)
     assert len(y) <= max(points, 4)
     assert (y.min(), y.max()) == (min(values), max(values))
@@ -230,12 +222,12 @@ def test_thinning_keeps_the_extremes_and_the_order(values: list[float], points: 
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(1, 20))
-def test_smoothing_is_the_mean_of_the_last_values(values: list[float], width: int) -> None:
+def test_smoothing_is_the_mean_of_the_last_values(values, width):
     expected = [np.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
     assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
 
 
-def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path: Path) -> None:
+def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 70e9}\n')

@@ -30,9 +30,7 @@ class Sharded(nn.Linear):
 
 
 @pytest.mark.parametrize("fullest", [0, 1])
-def test_the_rank_with_the_least_memory_decides_for_all(
-    fullest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
     """A rank that gathers what the others keep would wait for them forever."""
     monkeypatch.setattr(fsdp_groups, "DTensor", nn.Parameter)  # as if FSDP2 had sharded them
     mesh = {"shard": SimpleNamespace(size=lambda: 2)}
@@ -68,9 +66,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(
         (18, 4, 0),
     ],
 )
-def test_as_many_groups_stay_gathered_as_have_room_and_the_plan_allows(
-    free: float, planned: int, groups: int
-) -> None:
+def test_as_many_groups_stay_gathered_as_have_room_and_the_plan_allows(free, planned, groups):
     kept = KeptBytes(parameters=[10, 10, 10, 20], gradients=1000, sums=0)
     policy, *_ = decide(kept, free, micro_batches=2, planned_groups=planned)
     assert policy == ReshardPolicy(groups, keep_gradients=False, keep_sums=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,15 +38,8 @@ BATCH = "train.gradient_accumulation_steps"
     ],
 )
 def test_a_resume_warns_of_another_effective_batch(
-    before: list[str],
-    ranks_before: int,
-    now: list[str],
-    ranks: int,
-    rows: tuple[int, int],
-    keeps: str | None,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    before, ranks_before, now, ranks, rows, keeps, tmp_path, caplog
+):
     """With the value that keeps it, where there is one."""
     config = load(tmp_path, *now)
     world: Any = SimpleNamespace(size=ranks, layout=Layout.of(config, ranks))

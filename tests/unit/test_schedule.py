@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 from itertools import islice, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,8 +57,8 @@ def trained_counts(lengths: np.ndarray, least: float, most: float) -> np.ndarray
 @given(st.integers(1, 16), st.integers(1, 61), st.integers(1, 5))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_each_row_goes_to_one_rank_and_all_ranks_have_as_many_micro_batches(
-    ranks: int, count: int, rows_per_micro_batch: int
-) -> None:
+    ranks, count, rows_per_micro_batch
+):
     rows = Rows(np.arange(2 * count), np.arange(0, 2 * count + 1, 2))  # of two sequences each
     lengths = random_lengths(2 * count, 40, count)
     costs = ANY_COST.per_row(rows, lengths, trained_counts(lengths, 0.25, 0.4))
@@ -77,7 +76,7 @@ def test_each_row_goes_to_one_rank_and_all_ranks_have_as_many_micro_batches(
 
 
 @pytest.mark.parametrize("rows_per_micro_batch", [1, 2])
-def test_ranks_get_rows_of_like_cost_at_once_and_as_much_in_all(rows_per_micro_batch: int) -> None:
+def test_ranks_get_rows_of_like_cost_at_once_and_as_much_in_all(rows_per_micro_batch):
     """Rows of 1 to 128 tokens, in any order."""
     lengths = np.random.default_rng(0).permutation(np.arange(1, 129))
     rows = Rows(np.arange(128), np.arange(129))
@@ -132,9 +131,7 @@ def useful_shares(
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)])
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("trained_shares", [(0.25, 0.4), (0.05, 0.95)])
-def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(
-    model: str, shape: tuple[int, int], trained_shares: tuple[float, float]
-) -> None:
+def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(model, shape, trained_shares):
     """Five percent where any share is trained, the head is large in a small model, and a rank has
     but one row."""
     is_worst = (model, shape, trained_shares) == ("SmolLM2-135M", (1, 1), (0.05, 0.95))
@@ -145,13 +142,11 @@ def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(
 @pytest.mark.parametrize(
     ("ranks", "share"), [(8, 0.98), (24, 0.95), (32, 0.975), (64, 0.91), (128, 0.845)]
 )
-def test_other_numbers_of_ranks_wait_as_little_as_documented(ranks: int, share: float) -> None:
+def test_other_numbers_of_ranks_wait_as_little_as_documented(ranks, share):
     assert useful_shares("SmolLM2-135M", 64_000, (0.25, 0.4), ranks)[0] > share
 
 
-def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(
-    models: dict[str, Path],
-) -> None:
+def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(models):
     config = AutoConfig.from_pretrained(models["glm"])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -168,7 +163,7 @@ def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(
     )
 
 
-def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset: TokenDataset) -> None:
+def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
     def batches(ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
         schedule = Schedule(dataset, rows_per_step=8, start=Position(), **RUN | {"packing": True})
         return [
@@ -186,7 +181,7 @@ def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset: TokenDataset
         assert batches(ranks, rows_per_micro_batch) == expected
 
 
-def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset: TokenDataset) -> None:
+def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
     schedule = Schedule(dataset, rows_per_step=10, start=Position(), **RUN)
     steps = list(schedule.steps())
     assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
@@ -201,7 +196,7 @@ def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset: TokenD
         assert step.trained_tokens == sum(int(trained.sum()) for _, trained in sequences)
 
 
-def test_a_schedule_knows_what_packing_changes(dataset: TokenDataset) -> None:
+def test_a_schedule_knows_what_packing_changes(dataset):
     packed, unpacked = (
         Schedule(dataset, rows_per_step=10, start=Position(), **RUN | {"packing": packing})
         for packing in (True, False)
@@ -215,8 +210,8 @@ def test_a_schedule_knows_what_packing_changes(dataset: TokenDataset) -> None:
 @given(st.integers(1, 29), st.integers(1, 120))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(
-    dataset: TokenDataset, before: int, rows_per_step: int
-) -> None:
+    dataset, before, rows_per_step
+):
     whole = Schedule(dataset, rows_per_step=10, start=Position(), **RUN)
     first = list(islice(whole.steps(), before))
     resumed = Schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **RUN)
@@ -238,9 +233,7 @@ def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(
         (Position(30, 3, 0), None, 30),
     ],
 )
-def test_max_steps_ends_the_run_first(
-    dataset: TokenDataset, start: Position, max_steps: int | None, total: int
-) -> None:
+def test_max_steps_ends_the_run_first(dataset, start, max_steps, total):
     settings = RUN | {"max_steps": max_steps}
     schedule = Schedule(dataset, rows_per_step=10, start=start, **settings)
     assert schedule.total_steps == total

@@ -29,7 +29,7 @@ sys.exit(exit_code(work))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_lands_in_a_finalizer_ends_the_process(number: signal.Signals) -> None:
+def test_a_signal_that_lands_in_a_finalizer_ends_the_process(number):
     """Python drops what a finalizer raises."""
     program = PROGRAM.format(number=int(number))
     done = completed([sys.executable, "-c", program], timeout_s=10)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from helpers.small_runs import checkpoint
 from helpers.thread_ranks import (
@@ -22,7 +20,7 @@ from shardtune.checkpoint.slices import slices_to_write
 from shardtune.checkpoint.train_state import training_state
 
 
-def test_ranks_that_hold_the_same_tensors_share_their_writing() -> None:
+def test_ranks_that_hold_the_same_tensors_share_their_writing():
     model = Tiny(TinyConfig(), width=1000)
     tensors = training_state(model, optimizer_of(model))
     slices = on_threads(thread_worlds(3), lambda world: slices_to_write(tensors, world)[0])
@@ -31,9 +29,7 @@ def test_ranks_that_hold_the_same_tensors_share_their_writing() -> None:
     assert max(sizes) - min(sizes) < 100, "one of the three large tensors each"
 
 
-def test_of_a_weight_with_fewer_rows_than_ranks_each_row_is_written_by_the_rank_that_has_it() -> (
-    None
-):
+def test_of_a_weight_with_fewer_rows_than_ranks_each_row_is_written_by_the_rank_that_has_it():
     """The second rank's empty part begins at the row of the third rank."""
     whole = torch.arange(6.0).view(2, 3)
 
@@ -50,7 +46,7 @@ def test_of_a_weight_with_fewer_rows_than_ranks_each_row_is_written_by_the_rank_
     assert [list(own.get("weight", ())) for own in written] == [[0, 0], [], [1, 0], []]
 
 
-def test_every_tensor_of_a_rank_file_is_aligned(tmp_path: Path) -> None:
+def test_every_tensor_of_a_rank_file_is_aligned(tmp_path):
     """With a bias of three bfloat16, behind which no float32 could be mapped."""
     save_steps((1,), 1, [tmp_path], keep=1, model=Tiny(TinyConfig()).to(torch.bfloat16))
     saved = open_checkpoint(checkpoint(tmp_path, 1))

@@ -9,7 +9,7 @@ import torch
 from helpers import packing_families
 from helpers.moe_families import SMALL, build
 from helpers.tiny_models import small_opt
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
 
 from benchmarks.tiny import tiny_config
 from shardtune.config import Config
@@ -29,7 +29,7 @@ def configured(*assignments: str) -> Config:
     return load_config(REPOSITORY / "examples/demo.yaml", ["model.path=unread", *assignments], {})
 
 
-def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_documents_apart() -> None:
+def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_documents_apart():
     whole = AutoConfig.from_pretrained(GLM)
     before = torch.get_rng_state()
     copy = small_copy(whole, "auto")
@@ -42,7 +42,7 @@ def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_document
     require_documents_apart(Layout.of(configured()), whole)
 
 
-def test_layers_that_share_keys_are_all_in_the_copy() -> None:
+def test_layers_that_share_keys_are_all_in_the_copy():
     whole = AutoConfig.for_model("gemma3n_text")
     copy = small_copy(whole, "auto")
     assert copy and copy.config.num_hidden_layers == whole.num_hidden_layers
@@ -55,7 +55,7 @@ def test_layers_that_share_keys_are_all_in_the_copy() -> None:
         ("qwen3_5_moe", {"linear_num_key_heads": 2, "linear_num_value_heads": 4}),
     ],
 )
-def test_a_copy_has_few_heads_of_delta_rules(architecture: str, heads: dict[str, int]) -> None:
+def test_a_copy_has_few_heads_of_delta_rules(architecture, heads):
     """With all of them a trial of Kimi Linear took minutes. Key heads serve as many values."""
     copy = small_copy(AutoConfig.for_model(architecture), "auto")
     assert copy
@@ -68,9 +68,7 @@ def test_a_copy_has_few_heads_of_delta_rules(architecture: str, heads: dict[str,
     [(build("gpt_oss").config, "eager"), (small_opt().config, "sdpa")],
     ids=["gpt_oss", "opt"],
 )
-def test_documents_that_would_mix_are_refused_by_name(
-    model_config: PreTrainedConfig, attention: str
-) -> None:
+def test_documents_that_would_mix_are_refused_by_name(model_config, attention):
     """Both make masks without positions; attention by documents needs none."""
     require_documents_apart(Layout.of(configured()), model_config)
     under_mask = f"model.attention={attention}"
@@ -80,11 +78,11 @@ def test_documents_that_would_mix_are_refused_by_name(
     require_documents_apart(Layout.of(configured(under_mask, "data.packing=false")), model_config)
 
 
-def test_a_narrow_window_is_no_reason_to_refuse() -> None:
+def test_a_narrow_window_is_no_reason_to_refuse():
     require_documents_apart(Layout.of(configured()), MistralConfig(**SMALL, sliding_window=4))
 
 
-def test_a_small_leak_of_a_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_leak_of_a_state_is_seen(monkeypatch):
     """Of Jamba's state 0.6% of the logits' spread, which bfloat16's rounding would hide."""
     model_config = packing_families.build("jamba", initializer_range=0.04).config
     require_documents_apart(Layout.of(configured()), model_config)
@@ -93,7 +91,7 @@ def test_a_small_leak_of_a_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         require_documents_apart(Layout.of(configured()), model_config)
 
 
-def test_an_architecture_without_a_copy_is_left_to_its_weights() -> None:
+def test_an_architecture_without_a_copy_is_left_to_its_weights():
     """Heads may be too wide; CodeGen's forward takes a multiple of four."""
     wide = AutoConfig.for_model("llama", hidden_size=1 << 18, num_attention_heads=4)
     assert small_copy(wide, "auto") is None
@@ -102,7 +100,7 @@ def test_an_architecture_without_a_copy_is_left_to_its_weights() -> None:
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_an_encoder_is_refused_by_name(packing: str) -> None:
+def test_an_encoder_is_refused_by_name(packing):
     model_config = AutoConfig.for_model("bert", **SMALL)
     with pytest.raises(
         UserError, match=r"^bert is not a causal .* its tokens see those behind them"
@@ -112,7 +110,7 @@ def test_an_encoder_is_refused_by_name(packing: str) -> None:
     require_documents_apart(Layout.of(configured("data.packing=false")), decoder)
 
 
-def test_a_model_that_cannot_compute_layers_again_is_refused_by_name() -> None:
+def test_a_model_that_cannot_compute_layers_again_is_refused_by_name():
     model, given = AutoModelForCausalLM.from_config(tiny_config("jetmoe")), "data.packing=false"
     assert not list(
         unsupported(

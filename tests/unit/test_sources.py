@@ -46,9 +46,7 @@ VALUES = st.dictionaries(TEXTS, st.one_of(TEXTS, st.integers(), st.booleans()), 
 
 @given(st.lists(VALUES, max_size=5), st.booleans())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_every_kind_of_json_file_gives_the_same_records(
-    tmp_path_factory: pytest.TempPathFactory, records: list[Any], ascii_only: bool
-) -> None:
+def test_every_kind_of_json_file_gives_the_same_records(tmp_path_factory, records, ascii_only):
     texts = [json.dumps(record, ensure_ascii=ascii_only) for record in records]
     folder = tmp_path_factory.mktemp("json")
     for name, content in {
@@ -76,9 +74,7 @@ CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\
 
 @given(st.lists(st.tuples(CELLS, CELLS), max_size=5))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_rows_of_a_csv_file_are_records_of_texts(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
-) -> None:
+def test_the_rows_of_a_csv_file_are_records_of_texts(tmp_path_factory, rows):
     file = tmp_path_factory.mktemp("csv") / "a.csv"
     with file.open("w", encoding="utf-8-sig", newline="") as stream:
         csv.writer(stream).writerows([("prompt", "completion"), *rows])
@@ -87,7 +83,7 @@ def test_the_rows_of_a_csv_file_are_records_of_texts(
     assert read(file) == read(file.with_suffix(".csv.gz")) == records
 
 
-def test_the_lines_of_a_csv_file_are_named(tmp_path: Path) -> None:
+def test_the_lines_of_a_csv_file_are_named(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text('prompt,completion\n"two\nlines",b\n\na\n"c,d",e\n')
     chunks = list(find_source("data.train", str(file)).chunks())
@@ -119,9 +115,7 @@ NDJSON = '{"text": "a"}\n'
         ),
     ],
 )
-def test_a_file_in_a_form_that_holds_no_records_is_refused_once(
-    tmp_path: Path, name: str, content: bytes, what: str
-) -> None:
+def test_a_file_in_a_form_that_holds_no_records_is_refused_once(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     chunks = list(find_source("data.train", str(tmp_path / name)).chunks())
     values = [value for chunk in chunks for value in chunk.parse()]
@@ -132,7 +126,7 @@ def test_a_file_in_a_form_that_holds_no_records_is_refused_once(
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "jsonl.gz", "csv.zst", "json.gz"])
-def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path: Path, suffix: str) -> None:
+def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path, suffix):
     """The share of the data that is read, which the log and the plan use."""
     texts = [f"{i:09}" * 9 for i in range(1100)]
     lines = [json.dumps({"text": text}) for text in texts]
@@ -149,7 +143,7 @@ def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path: Path, suffix: str)
     assert abs(sum(parts) - source.n_bytes) <= 1
 
 
-def test_only_newlines_end_a_line_of_json(tmp_path: Path) -> None:
+def test_only_newlines_end_a_line_of_json(tmp_path):
     odd = "a\u2028b\u2029c\x85d"
     lines = [json.dumps({"text": odd}, ensure_ascii=False), "", "  \t", '{"text":\r"hello you"}']
     file = tmp_path / "a.jsonl"
@@ -168,7 +162,7 @@ def test_only_newlines_end_a_line_of_json(tmp_path: Path) -> None:
         (b'{"text": ' + b"1" * 5000 + b"}", "digits"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, raw: bytes, what: str) -> None:
+def test_a_line_that_cannot_be_read_is_named(tmp_path, raw, what):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "hello you"}\n' + raw)
     (problem,) = problems(file)
@@ -176,7 +170,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, raw: bytes, what: s
     assert what in problem and " - " in problem
 
 
-def test_text_in_another_encoding_has_one_problem(tmp_path: Path) -> None:
+def test_text_in_another_encoding_has_one_problem(tmp_path):
     lines = [json.dumps({"text": each}, ensure_ascii=False) for each in ("café", "là", "ok")]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin1"))
     (tmp_path / "a.json").write_bytes(f"[{','.join(lines)}]".encode("latin1"))
@@ -193,15 +187,13 @@ def test_text_in_another_encoding_has_one_problem(tmp_path: Path) -> None:
         ('{"text": "a b"}\n{"text"}', "[1]: invalid JSON (.*: column 8"),
     ],
 )
-def test_a_json_file_that_breaks_is_named_with_the_place(
-    tmp_path: Path, text: str, where: str
-) -> None:
+def test_a_json_file_that_breaks_is_named_with_the_place(tmp_path, text, where):
     (tmp_path / "a.json").write_text(text)
     (problem,) = problems(tmp_path / "a.json")
     assert re.search(".*".join(map(re.escape, f"a.json{where}".split(".*"))), problem)
 
 
-def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_directory_is_read_in_the_order_of_names(tmp_path):
     write(tmp_path / "d/b.jsonl", [{"text": "second"}, {"text": "third"}])
     (tmp_path / "d/c.json").write_text('[{"text": "fourth"}]')
     pq.write_table(pa.table({"text": ["first"]}), tmp_path / "d/a.parquet")
@@ -216,7 +208,7 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert [chunk.first_record for chunk in read_records({"train": [source]})] == [0, 1, 3]
 
 
-def test_parquet_gives_the_same_records_as_json(tmp_path: Path) -> None:
+def test_parquet_gives_the_same_records_as_json(tmp_path):
     calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": {"z": "2"}}}]
     call = {"role": "assistant", "tool_calls": calls, "content": ""}
     records = [
@@ -236,7 +228,7 @@ def test_parquet_gives_the_same_records_as_json(tmp_path: Path) -> None:
     assert "c.parquet[0]: cannot be read" in problems(tmp_path / "c.parquet")[0]
 
 
-def test_objects_that_a_dataset_holds_as_json_are_parsed(tmp_path: Path) -> None:
+def test_objects_that_a_dataset_holds_as_json_are_parsed(tmp_path):
     tools = [[{"name": "f", "x": {"y": 1}}], [{"name": "g", "x": 2}]]
     mixed = datasets.Dataset.from_list(
         [chat("q", tools=tool) for tool in tools], on_mixed_types="use_json"
@@ -245,7 +237,7 @@ def test_objects_that_a_dataset_holds_as_json_are_parsed(tmp_path: Path) -> None
     assert [record["tools"] for record in read(tmp_path / "a.parquet")] == tools
 
 
-def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
+def test_a_hub_dataset_is_read_like_a_file(tmp_path):
     records = [{"text": f"number {i}", "id": i} for i in range(600)]
     datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved")
     files = tuple((tmp_path / "saved").glob("*.arrow"))
@@ -260,7 +252,7 @@ def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     assert source.digest() == again.digest() != fewer.digest()
 
 
-def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
+def test_what_save_to_disk_wrote_is_read(tmp_path):
     records = [chat(f"q{i}") for i in range(5)]
     saved = datasets.Dataset.from_list(records)
     saved.save_to_disk(tmp_path / "one")
@@ -290,7 +282,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
         assert ("copy all of it again" in str(refused.value)) == (spec == "broken")
 
 
-def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> None:
+def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path):
     files = [write(tmp_path / name, [chat("q")]) for name in ("a.jsonl", "b/c.jsonl")]
     files.append(write(tmp_path / "d.jsonl", [chat("r")]))
     digests = [find_source("data.train", str(file)).digest() for file in files]
@@ -304,7 +296,7 @@ def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> Non
     assert len(set(of_directory)) == 3  # the lines about a directory have the names of its files
 
 
-def test_the_first_directory_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_the_first_directory_that_is_missing_is_named(tmp_path):
     file = tmp_path / "sft/v2/a.jsonl"
     missing = f" (the directory {tmp_path}/sft does not exist)"
     for there, words in ((tmp_path, missing), (file.parent, "")):
@@ -315,7 +307,7 @@ def test_the_first_directory_that_is_missing_is_named(tmp_path: Path) -> None:
         assert refused.value.problems == [what]
 
 
-def test_every_missing_source_is_named_at_once(tmp_path: Path) -> None:
+def test_every_missing_source_is_named_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.xlsx").touch()
     with pytest.raises(UserError) as caught:
@@ -326,14 +318,14 @@ def test_every_missing_source_is_named_at_once(tmp_path: Path) -> None:
         find_source("data.train", f"{tmp_path}/a.xlsx")
 
 
-def test_a_hub_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_out_of_reach_is_refused(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"data.train=org/name:config:split: neither a file or dir"):
         find_source("data.train", "org/name:config:split")
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     source = find_source("data.train", str(write(tmp_path / "a.jsonl", [{"text": "a"}])))
     source.files[0].unlink()
     with pytest.raises(UserError, match=r"a\.jsonl.* - make the file readable"):

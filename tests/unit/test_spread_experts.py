@@ -44,9 +44,7 @@ SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hid
         ),
     ],
 )
-def test_experts_that_cannot_be_spread_are_named(
-    family: str, settings: dict[str, int], degree: int, problem: str | None
-) -> None:
+def test_experts_that_cannot_be_spread_are_named(family, settings, degree, problem):
     small = {**SMALL, **settings}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small))
@@ -67,9 +65,7 @@ def small_step(family: str, *more: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("qwen3_moe", 2)])
-def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
-    family: str, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(family, layers, monkeypatch):
     """So tokens and their weights travel once more, and outputs do not. Shared experts of glm4_moe
     stand behind the exchange, and would make it wait for the outputs."""
     sent: Counter[int] = Counter()
@@ -88,7 +84,7 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
         assert sent == {32: rows * layers, 1: weights * layers}
 
 
-def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_experts_run_while_tokens_travel(monkeypatch):
     events: list[str] = []
     ran: set[SharedExperts] = set()
     send, run_ahead = Exchange.begin, SharedExperts.run_ahead
@@ -115,7 +111,7 @@ def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch)
     assert ran and all(shared._ahead is None for shared in ran), "nothing is held after the step"
 
 
-def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input() -> None:
+def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input():
     calls: list[torch.Size] = []
 
     class Plain(torch.nn.Module):

@@ -32,7 +32,7 @@ def highest(costs: list[float], parts: list[range]) -> float:
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=8))
-def test_no_other_division_has_a_lower_highest_cost(costs: list[int]) -> None:
+def test_no_other_division_has_a_lower_highest_cost(costs):
     numbers, end = [float(cost) for cost in costs], len(costs)
     for stages in (1, 2, 3):
         parts = divide_layers(numbers, stages)
@@ -47,7 +47,7 @@ def test_no_other_division_has_a_lower_highest_cost(costs: list[int]) -> None:
         assert highest(numbers, parts) == min(highest(numbers, other) for other in others)
 
 
-def test_a_large_head_leaves_its_stage_fewer_layers() -> None:
+def test_a_large_head_leaves_its_stage_fewer_layers():
     def stages(vocabulary: int) -> list[range]:
         config = AutoConfig.for_model(
             "llama", **SMALL | {"vocab_size": vocabulary, "num_hidden_layers": 8}
@@ -64,11 +64,11 @@ def require(model_config: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
-def test_stages_of_usual_architectures_compose(family: str) -> None:
+def test_stages_of_usual_architectures_compose(family):
     require(AutoConfig.for_model(family, **SMALL | {"head_dim": 8}))
 
 
-def test_tied_embeddings_compose() -> None:
+def test_tied_embeddings_compose():
     require(AutoConfig.for_model("llama", **SMALL | {"tie_word_embeddings": True}))
 
 
@@ -79,18 +79,16 @@ def test_tied_embeddings_compose() -> None:
         ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 16}),  # adds positions to that
     ],
 )
-def test_an_architecture_that_changes_hidden_states_outside_of_its_layers_is_refused(
-    family: str, more: dict[str, Any]
-) -> None:
+def test_an_architecture_that_changes_hidden_states_outside_of_its_layers_is_refused(family, more):
     with pytest.raises(UserError, match=f"parallel.stages=2: {family} "):
         require(AutoConfig.for_model(family, **SMALL | more))
 
 
-def test_a_model_that_does_not_name_its_layers_is_one_stage() -> None:
+def test_a_model_that_does_not_name_its_layers_is_one_stage():
     model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
     assert not decoder_layers(model) and layers_of_stages(model, 1) == [range(0)]
 
 
 @pytest.mark.parametrize("kind", ["olmo", "granite_docling", "mamba"])
-def test_a_norm_without_weights_and_a_scale_of_embeddings_are_of_one_stage(kind: str) -> None:
+def test_a_norm_without_weights_and_a_scale_of_embeddings_are_of_one_stage(kind):
     require(tiny_config(kind))

@@ -16,9 +16,7 @@ from helpers.thread_ranks import Run, on_threads, thread_worlds
 from shardtune.checkpoint import saver, staging
 
 
-def test_a_save_writes_over_the_copy_only_after_the_save_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_writes_over_the_copy_only_after_the_save_before(tmp_path, monkeypatch):
     disk_answers, places = threading.Event(), []
 
     def write_slowly(path: Path, tensors: Mapping[str, torch.Tensor], *more: Any) -> Any:
@@ -47,9 +45,7 @@ def test_a_save_writes_over_the_copy_only_after_the_save_before(
     assert all(place % 64 == 0 for place in first.values())
 
 
-def test_saves_are_synchronous_where_the_copy_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saves_are_synchronous_where_the_copy_does_not_fit(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(staging, "available_memory", lambda: 100)
     monkeypatch.setattr(staging.logger, "propagate", True)
     with caplog.at_level(logging.INFO):
@@ -61,9 +57,7 @@ def test_saves_are_synchronous_where_the_copy_does_not_fit(
 
 
 @pytest.mark.parametrize(("copies", "is_staged"), [(1.5, False), (2.5, True)])
-def test_a_node_needs_memory_for_the_copies_of_all_its_ranks(
-    copies: float, is_staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_needs_memory_for_the_copies_of_all_its_ranks(copies, is_staged, monkeypatch):
     tensors = {"weight": torch.zeros(1000)}
     free = int(copies * staging.staged_bytes(tensors))
     monkeypatch.setattr(staging, "available_memory", lambda: free)

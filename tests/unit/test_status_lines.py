@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from shardtune.planner import status_lines
 from shardtune.planner.status_lines import status_lines as running
 
 
-def test_long_work_is_said_again_until_it_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_work_is_said_again_until_it_ends(capsys, monkeypatch):
     assert status_lines._EVERY_S <= 10, "documented"
     monkeypatch.setattr(status_lines, "_EVERY_S", 0.05)
     said, deadline = "", time.monotonic() + 20

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pytest
 from helpers.ranks import world_of
 from torch import distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,9 +18,7 @@ from shardtune.training.observer import StepEnded
 from shardtune.training.step_log import StepLog
 
 
-def test_a_line_has_the_mean_speed_since_the_line_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_has_the_mean_speed_since_the_line_before_it(tmp_path, capsys):
     setup_logging(True, True)
     metrics = Metrics(tmp_path / "metrics.jsonl", world_of(0, 1, dist.HashStore()), None)
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9}

@@ -79,9 +79,7 @@ def shown(
     return [json.loads(line) for line in out.splitlines()], title
 
 
-def test_each_rank_is_shown_with_what_it_trained(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_rank_is_shown_with_what_it_trained(folder, capsys):
     data = Run(folder / "model", folder / "train.jsonl", max_length=90).prepared
     first = list(schedule_of(data, 4, Position()).steps())[:RESUMED_AT]
     steps = [(step, 2, 1) for step in first]
@@ -109,9 +107,7 @@ def test_each_rank_is_shown_with_what_it_trained(
 
 
 @pytest.mark.parametrize(("run_dir", "why"), [("none", "holds no run"), ("old", "older version")])
-def test_without_a_run_one_rank_takes_the_rows(
-    run_dir: str, why: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_run_one_rank_takes_the_rows(run_dir, why, folder, capsys):
     data = Run(folder / "model", folder / "train.jsonl", max_length=90).prepared
     second = list(schedule_of(data, 2, Position()).steps())[1]
     rows, title = shown(folder, 2, capsys, f"run.dir={folder}/{run_dir}")
@@ -133,9 +129,7 @@ def test_without_a_run_one_rank_takes_the_rows(
         (("--step", "1", "run.seed=1"), "run.seed is 1, and 1234 in the run - use --config "),
     ],
 )
-def test_a_step_that_cannot_be_shown_is_refused(
-    arguments: tuple[str, ...], what: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_be_shown_is_refused(arguments, what, folder, capsys):
     words = (argument.format(folder) for argument in arguments)
     assert run(["inspect-data", "--config", f"{folder}/run.yaml", *words]) == 2
     line = capsys.readouterr().err.splitlines()[-1]

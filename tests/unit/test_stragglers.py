@@ -7,7 +7,7 @@ import pytest
 from shardtune.training.stragglers import slowest
 
 
-def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median() -> None:
+def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median():
     # The medians are 1.0 and 0.3, neither the least nor the most of the others.
     seconds = [[0.0, 0.1], [1.0, 0.9], [1.0, 0.2], [1.0, 0.3], [1.0, 0.4]]
     assert slowest(seconds, 5) == (1, pytest.approx(1.9 / 1.3), 1)
@@ -17,7 +17,7 @@ def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median() -> None:
     assert slowest([[1.0, 1.0, 1.0]], 1) == (0, 1.0, 0)
 
 
-def test_a_rank_is_held_against_those_of_its_stage() -> None:
+def test_a_rank_is_held_against_those_of_its_stage():
     """The second stage has more work, and the rank that is slow for its own is in it."""
     seconds = [[0.1, 1.0], [0.1, 1.1], [0.1, 3.0], [0.1, 6.1]]
     assert slowest(seconds, 2) == (3, pytest.approx(2.0), 1)

@@ -46,9 +46,7 @@ def ranks(*facts: tuple[Phase, int, float], limits_steps: bool = True) -> list[R
         ),
     ],
 )
-def test_the_rank_behind_the_others_is_blamed(
-    statuses: list[RankStatus], blamed: list[int] | None, words: str
-) -> None:
+def test_the_rank_behind_the_others_is_blamed(statuses, blamed, words):
     verdict = stuck_ranks(statuses, LIMITS)
     assert (verdict and verdict.stuck) == blamed
     assert verdict is None or words in verdict.lines[0], verdict
@@ -78,28 +76,26 @@ def of_stages(*facts: tuple[int, int, bool]) -> list[RankStatus]:
         (of_stages(*[(3, 9, False)] * 4), [0], "nothing moved for 600 s, with no rank behind"),
     ],
 )
-def test_a_rank_that_waits_for_another_stage_is_not_blamed(
-    statuses: list[RankStatus], blamed: list[int], words: str
-) -> None:
+def test_a_rank_that_waits_for_another_stage_is_not_blamed(statuses, blamed, words):
     verdict = stuck_ranks(statuses, LIMITS)
     assert verdict and verdict.stuck == blamed and words in verdict.lines[0], verdict
 
 
-def test_a_stopped_process_is_blamed_whatever_it_does() -> None:
+def test_a_stopped_process_is_blamed_whatever_it_does():
     statuses = ranks((STEP, 9, 40), (DATA, 8, 40))
     statuses[1].stopped_s = 40
     verdict = stuck_ranks(statuses, LIMITS)
     assert verdict and verdict.stuck == [1] and "no sign of life for 40 s" in verdict.lines[0]
 
 
-def test_a_stopped_process_is_blamed_before_those_that_wait_for_it() -> None:
+def test_a_stopped_process_is_blamed_before_those_that_wait_for_it():
     statuses = ranks((STEP, 9, 21), (STEP, 9, 21))
     statuses[1].stopped_s = 20
     verdict = stuck_ranks(statuses, DistributedConfig(step_timeout_s=20, save_timeout_s=3600))
     assert verdict and verdict.stuck == [1]
 
 
-def test_work_outside_of_steps_is_progress_and_within_them_it_is_not() -> None:
+def test_work_outside_of_steps_is_progress_and_within_them_it_is_not():
     record, status = this_rank(), RankStatus(0, "host")
     clock = IdleClock(os.getpid())
 
@@ -122,7 +118,7 @@ def test_work_outside_of_steps_is_progress_and_within_them_it_is_not() -> None:
     assert status.idle_s == 0
 
 
-def test_a_record_keeps_its_first_outcome_and_fits_its_memory() -> None:
+def test_a_record_keeps_its_first_outcome_and_fits_its_memory():
     import mmap
 
     memory = mmap.mmap(-1, 2 * RECORD_BYTES)

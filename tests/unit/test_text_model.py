@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 from shardtune.__main__ import run
@@ -82,12 +80,7 @@ def transposed(tensors: Tensors) -> Tensors:
         ("qwen3_vl_moe", transposed),
     ],
 )
-def test_an_untrained_export_is_the_source(
-    family: str,
-    spell: Callable[[Tensors], Tensors],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_an_untrained_export_is_the_source(family, spell, tokenizer, tmp_path):
     source, out = save_seeing_model(family, tokenizer, tmp_path / "source"), tmp_path / "out"
     stored = load_file(source / "model.safetensors")
     spelled = spell(stored)
@@ -100,9 +93,7 @@ def test_an_untrained_export_is_the_source(
     assert_exported_as(spelled, model, source, out)
 
 
-def test_a_trained_tied_weight_is_exported_under_both_names_of_the_source(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_trained_tied_weight_is_exported_under_both_names_of_the_source(tokenizer, tmp_path):
     source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
     stored = load_file(source / "model.safetensors")
     names = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
@@ -128,9 +119,7 @@ def assert_exported_as(expected: Tensors, model: PreTrainedModel, source: Path, 
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
 
 
-def test_a_checkpoint_with_a_tower_is_exported(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_a_tower_is_exported(tokenizer, tmp_path):
     """As older ones of Gemma 3 have it. The tower is copied from the source."""
     source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
     model = AutoModelForImageTextToText.from_pretrained(source)
@@ -138,9 +127,7 @@ def test_a_checkpoint_with_a_tower_is_exported(
     assert_exported_as(stored, model, source, tmp_path / "out")
 
 
-def test_an_export_of_drawn_weights_says_that_it_has_no_tower(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_an_export_of_drawn_weights_says_that_it_has_no_tower(tokenizer, tmp_path):
     source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
     with torch.device("meta"):
         model = build_text_model(config_of("gemma3"))
@@ -150,7 +137,7 @@ def test_an_export_of_drawn_weights_says_that_it_has_no_tower(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_tower_is_built(family: str) -> None:
+def test_no_tower_is_built(family):
     config = config_of(family)
     with torch.device("meta"):
         model = build_text_model(config)
@@ -166,9 +153,7 @@ def test_no_tower_is_built(family: str) -> None:
         *("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"),
     ],
 )
-def test_an_architecture_that_needs_code_of_its_own_is_refused_with_others(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_architecture_that_needs_code_of_its_own_is_refused_with_others(kind, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
     assert run(["plan", str(tmp_path), "--nodes", "2", "--gpus-per-node", "8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -180,13 +165,13 @@ def test_an_architecture_that_needs_code_of_its_own_is_refused_with_others(
 
 
 @pytest.mark.parametrize("kind", ["vit", "t5", "florence2"])
-def test_a_class_without_text_alone_is_refused(kind: str) -> None:
+def test_a_class_without_text_alone_is_refused(kind):
     with torch.device("meta"), pytest.raises(UserError, match=f"^{kind} has no text-only class"):
         build_text_model(AutoConfig.for_model(kind))
 
 
 @pytest.mark.parametrize("kind", ["blip-2", "kosmos-2", "idefics"])
-def test_a_forward_that_needs_an_image_is_refused(kind: str) -> None:
+def test_a_forward_that_needs_an_image_is_refused(kind):
     with torch.device("meta"):
         model = build_text_model(AutoConfig.for_model(kind))
     with pytest.raises(UserError, match=f"^{kind} has no text-only class: .* ends with: .*pixel"):
@@ -195,8 +180,8 @@ def test_a_forward_that_needs_an_image_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
 def test_adapters_have_the_names_that_peft_gives_them_in_the_whole_class(
-    family: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+    family, tokenizer, tmp_path
+):
     source = save_seeing_model(family, tokenizer, tmp_path / "source")
     lora, model = LoraConfig(rank=2), build_text_model(AutoConfig.from_pretrained(source))
     add_adapters(model, lora)

@@ -24,9 +24,7 @@ THINKS = {"template_options": {"enable_thinking": True}}
 @pytest.mark.parametrize(
     ("model", "opens"), [("qwen3", "<think>"), ("gemma4_v5", "<|channel>thought")], ids=str
 )
-def test_a_thought_that_was_cut_off_is_refused(
-    model: str, opens: str, form: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_thought_that_was_cut_off_is_refused(model, opens, form, models, tmp_path):
     record: dict[str, Any] = chat("q", f"{opens}\nHm, long")
     if form == "completion":
         record = {"prompt": "q", "completion": f"{opens}\nHm, long"}
@@ -36,9 +34,7 @@ def test_a_thought_that_was_cut_off_is_refused(
     assert Run(models["qwen3"], whole).texts()
 
 
-def test_options_of_a_record_and_of_a_source_reach_the_template(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_options_of_a_record_and_of_a_source_reach_the_template(models, tmp_path):
     thought = "<think>\nOften.\n</think>\n\n"
     records = [
         chat("a", "Yes.", chat_template_kwargs={"enable_thinking": False, "tone": 3, "no": []}),
@@ -65,7 +61,7 @@ def test_options_of_a_record_and_of_a_source_reach_the_template(
     assert "chat_template_kwargs.tools: the template gets" in problems_of(models["qwen3"], taken)[0]
 
 
-def test_parts_of_thinking_are_trained(models: dict[str, Path], tmp_path: Path) -> None:
+def test_parts_of_thinking_are_trained(models, tmp_path):
     """A template that writes them gets them, another one the same as reasoning."""
     parts = [{"type": "thinking", "thinking": "Often."}, {"type": "text", "text": "Yes."}]
     file = write(tmp_path / "a.jsonl", [chat("q", parts)])
@@ -85,7 +81,7 @@ def test_parts_of_thinking_are_trained(models: dict[str, Path], tmp_path: Path) 
     assert "has a part thinking and reasoning - keep one of them" in said[0]
 
 
-def test_the_key_of_reasoning_that_a_template_reads_is_named(tmp_path: Path) -> None:
+def test_the_key_of_reasoning_that_a_template_reads_is_named(tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}<think>"
         "{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -102,7 +98,7 @@ def test_the_key_of_reasoning_that_a_template_reads_is_named(tmp_path: Path) -> 
     ]
 
 
-def test_what_was_rendered_before_is_a_warning(models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_was_rendered_before_is_a_warning(models, tmp_path):
     system = turn("system", f"You call functions. <tools>{json.dumps([TOOL])}</tools>")
     answer = turn("tool", "<tool_response>\n3\n</tool_response>")
     messages = [system, *chat("q")["messages"], answer, turn("assistant", "3 mm.")]
@@ -112,9 +108,7 @@ def test_what_was_rendered_before_is_a_warning(models: dict[str, Path], tmp_path
     assert "WARNING: conversations that hold <tool_response> of the chat template" in lines
 
 
-def test_thoughts_that_the_template_takes_in_are_no_rendered_text(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_thoughts_that_the_template_takes_in_are_no_rendered_text(models, tmp_path):
     """Its generation prompt has the same token."""
     file = write(tmp_path / "a.jsonl", [chat("q", "<think>\nHm\n</think>\n\nYes.")])
     template = (TEMPLATES / "qwen3_5_think.jinja").read_text(encoding="utf-8")
@@ -127,9 +121,7 @@ def test_thoughts_that_the_template_takes_in_are_no_rendered_text(
     assert "WARNING: conversations that hold <think>" in str(run.prepared.lines)
 
 
-def test_answers_stand_behind_a_prompt_that_the_text_leaves_out(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_answers_stand_behind_a_prompt_that_the_text_leaves_out(models, tmp_path):
     """Gemma 4 without thinking prompts with an empty thought, which its text has not."""
     messages = [*chat("one", "1")["messages"], *chat("two", "2")["messages"]]
     text = (TEMPLATES / "gemma4_v5.jinja").read_text(encoding="utf-8")
@@ -155,9 +147,7 @@ def test_answers_stand_behind_a_prompt_that_the_text_leaves_out(
     assert "the generation prompt of" in refused
 
 
-def test_a_template_file_takes_the_place_of_the_models(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_template_file_takes_the_place_of_the_models(models, tmp_path):
     base = save_model(tmp_path / "base", None)
     file = write(tmp_path / "a.jsonl", [chat("q", "Yes.")])
     assert "has no chat template" in problems_of(base, file)[0]

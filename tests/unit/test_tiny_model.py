@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -13,9 +11,7 @@ from distTest.rehearse import tiny_model as tiny
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])
 @pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_a_tiny_model_has_the_architecture_of_its_source(
-    architecture: str, ranks: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_tiny_model_has_the_architecture_of_its_source(architecture, ranks, tmp_path, models):
     line = tiny.make_model(str(models[architecture]), ranks, tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     source = AutoConfig.from_pretrained(models[architecture])
@@ -32,9 +28,7 @@ def test_a_tiny_model_has_the_architecture_of_its_source(
 @pytest.mark.parametrize(
     ("heads", "shared", "small"), [(9, 3, 2), (24, 8, 2), (3, 3, 4), (12, 12, 4), (8, 1, 1)]
 )
-def test_a_tiny_model_shares_keys_as_the_real_one(
-    heads: int, shared: int, small: int, tmp_path: Path
-) -> None:
+def test_a_tiny_model_shares_keys_as_the_real_one(heads, shared, small, tmp_path):
     sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": shared}
     AutoConfig.for_model("llama", **sizes).save_pretrained(tmp_path / "large")
     tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
@@ -44,7 +38,7 @@ def test_a_tiny_model_shares_keys_as_the_real_one(
     assert logits.isfinite().all()
 
 
-def test_glm_stands_in_for_an_architecture_that_cannot_be_read(tmp_path: Path) -> None:
+def test_glm_stands_in_for_an_architecture_that_cannot_be_read(tmp_path):
     """There is no such directory, or transformers does not know the model in it."""
     strange = tmp_path / "strange"
     strange.mkdir()
@@ -56,7 +50,7 @@ def test_glm_stands_in_for_an_architecture_that_cannot_be_read(tmp_path: Path) -
         assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "glm4_moe"
 
 
-def test_one_layer_of_each_kind_is_kept(tmp_path: Path) -> None:
+def test_one_layer_of_each_kind_is_kept(tmp_path):
     large = AutoConfig.for_model("gemma3_text")
     large.save_pretrained(tmp_path / "large")
     tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -41,9 +40,7 @@ ALIKE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("more", ALIKE, ids=str)
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "saved", "csv"])
-def test_tokens_are_trained_as_they_are(
-    form: str, more: dict[str, Any], model: Path, tmp_path: Path
-) -> None:
+def test_tokens_are_trained_as_they_are(form, more, model, tmp_path):
     record = {name: value for name, value in {**ROW, **more}.items() if value is not None}
     data = tmp_path / f"a.{form}"
     if form == "jsonl":
@@ -62,7 +59,7 @@ def test_tokens_are_trained_as_they_are(
 
 
 @pytest.mark.parametrize(("before", "behind"), [(0, 3), (2, 0), (2, 1)])
-def test_padding_is_cut_off(before: int, behind: int, model: Path, tmp_path: Path) -> None:
+def test_padding_is_cut_off(before, behind, model, tmp_path):
     padded = {
         "input_ids": [0] * before + ROW["input_ids"] + [0] * behind,
         "labels": [0] * before + ROW["labels"] + [0] * behind,
@@ -119,9 +116,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "problem"), REFUSED, ids=str)
-def test_what_contradicts_is_refused_by_name(
-    more: dict[str, Any], problem: str, model: Path, tmp_path: Path
-) -> None:
+def test_what_contradicts_is_refused_by_name(more, problem, model, tmp_path):
     record = {name: value for name, value in {**ROW, **more}.items() if value is not None}
     said, _ = problems_of(model, write(tmp_path / "a.jsonl", [record] * 3))
     assert said.partition(": ")[2].startswith(problem) and said.endswith("(and 2 more like it)")
@@ -129,7 +124,7 @@ def test_what_contradicts_is_refused_by_name(
         Run(model, tmp_path / "a.jsonl", columns=yaml.safe_load(columns[1]))
 
 
-def test_a_table_of_tokens_is_refused_as_lines_are(model: Path, tmp_path: Path) -> None:
+def test_a_table_of_tokens_is_refused_as_lines_are(model, tmp_path):
     alone = {"input_ids": ROW["input_ids"]}
     for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}):
         pq.write_table(pa.Table.from_pylist([alone | more]), tmp_path / "a.parquet")
@@ -144,7 +139,7 @@ def test_a_table_of_tokens_is_refused_as_lines_are(model: Path, tmp_path: Path) 
     ]
 
 
-def test_loss_on_all_trains_ids_without_labels(model: Path, tmp_path: Path) -> None:
+def test_loss_on_all_trains_ids_without_labels(model, tmp_path):
     file = write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7]}, ROW])
     alone = ([5, 6, 7], [False, True, True])
     assert rows(Run(model, file, loss_on="all")) == [alone, (ROW["input_ids"], TRAINED)]
@@ -154,7 +149,7 @@ def test_loss_on_all_trains_ids_without_labels(model: Path, tmp_path: Path) -> N
     assert rows(run)[0] == alone and run.texts()[-1][1] == "fine<|im_end|>"
 
 
-def test_texts_keep_the_ids_that_libraries_put_beside_them(model: Path, tmp_path: Path) -> None:
+def test_texts_keep_the_ids_that_libraries_put_beside_them(model, tmp_path):
     record = {"text": "hello", "input_ids": [5, 6], "attention_mask": [1, 1]}
     run = Run(model, write(tmp_path / "a.jsonl", [record]))
     assert run.texts()[0][0] == "hello<|im_end|>"
@@ -163,7 +158,7 @@ def test_texts_keep_the_ids_that_libraries_put_beside_them(model: Path, tmp_path
     )
 
 
-def test_tokens_are_the_same_as_the_chat_that_they_are_of(model: Path, tmp_path: Path) -> None:
+def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
     """Held out, cut, counted and packed alike."""
     chats = [chat(f"how {i}", "fine " * (1 + i % 7)) for i in range(40)]
     plain = Run(model, write(tmp_path / "chats.jsonl", [*chats, chats[3]]))
@@ -189,9 +184,7 @@ def test_tokens_are_the_same_as_the_chat_that_they_are_of(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("overflow", ["turns", "split", "truncate", "drop", "error"])
-def test_rows_that_are_too_long_are_cut_as_texts_are(
-    overflow: str, model: Path, tmp_path: Path
-) -> None:
+def test_rows_that_are_too_long_are_cut_as_texts_are(overflow, model, tmp_path):
     record = {"input_ids": [*range(20)], "labels": [*range(20)]}
     short = {"input_ids": [1, 2], "labels": [1, 2]}
     file = write(tmp_path / "a.jsonl", [record, short])
@@ -210,9 +203,7 @@ def test_rows_that_are_too_long_are_cut_as_texts_are(
     assert any("records longer than data.max_length=8, " in line for line in run.prepared.lines)
 
 
-def test_inspect_data_decodes_the_tokens(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_data_decodes_the_tokens(model, tmp_path, capsys):
     plain = Run(model, write(tmp_path / "chats.jsonl", [chat("hello", "fine")]))
     ((ids, trained),) = rows(plain)
     data = write(tmp_path / "a.jsonl", [{"input_ids": ids, "loss_mask": trained}])
@@ -224,7 +215,7 @@ def test_inspect_data_decodes_the_tokens(
 
 
 @pytest.mark.parametrize("name", ["seq_lengths", "cu_seqlens"])
-def test_a_packed_row_is_refused(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_packed_row_is_refused(name, model, tmp_path):
     """Its documents would attend to one another."""
     record = {**ROW, name: [2, 3]}
     assert (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from helpers.thread_ranks import (
     Tiny,
@@ -25,7 +23,7 @@ from shardtune.checkpoint.train_state import random_state, restore_random_state
 CPU = torch.device("cpu")
 
 
-def test_a_restored_rank_draws_the_numbers_that_it_would_have_drawn() -> None:
+def test_a_restored_rank_draws_the_numbers_that_it_would_have_drawn():
     def draw() -> list[object]:
         return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]
 
@@ -37,9 +35,7 @@ def test_a_restored_rank_draws_the_numbers_that_it_would_have_drawn() -> None:
     assert draw() == expected
 
 
-def test_ranks_of_another_world_draw_numbers_of_their_own_at_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_another_world_draw_numbers_of_their_own_at_each_step(tmp_path, monkeypatch):
     seeds: list[int] = []
     monkeypatch.setattr(load, "set_seed", seeds.append)
     save_steps((1, 2), 2, [tmp_path], keep=2)

@@ -44,7 +44,7 @@ def decisions(source: str) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-def test_no_other_file_decides_what_is_a_stack_or_by_which_name_a_setting_goes() -> None:
+def test_no_other_file_decides_what_is_a_stack_or_by_which_name_a_setting_goes():
     package = REPOSITORY / "shardtune"
     files = {str(path.relative_to(package)): path for path in package.glob("**/*.py")}
     found = {name: [*decisions(path.read_text("utf-8"))] for name, path in files.items()}
@@ -55,7 +55,7 @@ def test_no_other_file_decides_what_is_a_stack_or_by_which_name_a_setting_goes()
     "source",
     ["p.dim() == 3", "p.dim() > 2", "p.dim() >= 3", "p.dim() < 3", "p.ndim <= 2", "x = 'moe_topk'"],
 )
-def test_a_decision_in_any_spelling_is_found(source: str) -> None:
+def test_a_decision_in_any_spelling_is_found(source):
     assert [*decisions(source)] and not [*decisions("p.dim() >= 2 and p.dim() == 2")]
 
 
@@ -75,13 +75,11 @@ def test_a_decision_in_any_spelling_is_found(source: str) -> None:
         ({"hidden_size": 32}, Heads(0, 0, 32, 32)),
     ],
 )
-def test_heads_have_the_widths_of_their_keys_and_values(
-    settings: dict[str, int], expected: Heads
-) -> None:
+def test_heads_have_the_widths_of_their_keys_and_values(settings, expected):
     assert heads(SimpleNamespace(**settings)) == expected
 
 
-def test_a_setting_is_a_number_where_all_layers_have_it() -> None:
+def test_a_setting_is_a_number_where_all_layers_have_it():
     values = {"same": [3, 3], "other": [3, 4], "none": [], "lists": [[1], [1]], "text": "4"}
     settings = SimpleNamespace(**values)
     assert {name: number(settings, name) for name in values} == dict.fromkeys(values, 0) | {

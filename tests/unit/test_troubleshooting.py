@@ -20,7 +20,7 @@ def source_text() -> str:
 
 
 @pytest.mark.parametrize("kind", ["preflight", "data", "adapters", "context", "running", "slow"])
-def test_each_quoted_message_is_in_the_source(kind: str) -> None:
+def test_each_quoted_message_is_in_the_source(kind):
     """Most of its words, three in a row at a time: the source may put a message together from
     parts.
     """

@@ -42,8 +42,8 @@ def plain_varlen(
     ],
 )
 def test_varlen_attention_serves_without_dropout_and_wider_values(
-    value_width: int, dropout: float, window: int | None, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    value_width, dropout, window, way, monkeypatch
+):
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 12, 16), torch.randn(1, 2, 12, 16)
     value = torch.randn(1, 2, 12, value_width)
@@ -80,9 +80,7 @@ class WatchedBackward(torch.autograd.Function):
         return gradient * 2
 
 
-def test_the_backward_of_varlen_attention_alone_is_deterministic(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_backward_of_varlen_attention_alone_is_deterministic(monkeypatch):
     """Twice over one graph, with watched operators before and behind it."""
     monkeypatch.setattr(attention, "varlen_attn", lambda q, *_, **__: WatchedBackward.apply(q))
     WatchedBackward.flags.clear()

@@ -30,7 +30,7 @@ def verified(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, out, err.splitlines()
 
 
-def test_each_bad_file_has_a_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_bad_file_has_a_line(saved, capsys):
     first, second = (saved / f"rank_0000{rank}.safetensors" for rank in (0, 1))
     first.write_bytes(first.read_bytes() + b"\0")
     second.unlink()
@@ -48,9 +48,7 @@ def test_each_bad_file_has_a_line(saved: Path, capsys: pytest.CaptureFixture[str
     )
 
 
-def test_a_checkpoint_without_complete_or_manifest_is_refused(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_without_complete_or_manifest_is_refused(saved, capsys):
     (saved / "manifest.json").rename(saved / "kept")
     code, _, (error,) = verified(saved, capsys)
     assert code == 1 and error.startswith(f"ERROR: {saved}/manifest.json: cannot be read (No such")
@@ -61,9 +59,7 @@ def test_a_checkpoint_without_complete_or_manifest_is_refused(
 
 
 @pytest.mark.parametrize("key", ["files", "state", "tensors"])
-def test_a_manifest_of_another_program_is_refused(
-    key: str, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_manifest_of_another_program_is_refused(key, saved, capsys):
     manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
     manifest[key] = None
     content = json.dumps(manifest).encode()
@@ -74,9 +70,7 @@ def test_a_manifest_of_another_program_is_refused(
 
 
 @pytest.mark.parametrize("argument", ["manifest.json", "nothing", "x" * 300, "", ".."])
-def test_a_path_that_is_no_checkpoint_is_refused(
-    argument: str, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_is_no_checkpoint_is_refused(argument, saved, monkeypatch, capsys):
     monkeypatch.chdir(saved)
     (saved / "COMPLETE").rename(saved / "complete")
     (saved / "manifest.json").rename(saved / "manifest")
@@ -87,7 +81,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(
     )
 
 
-def test_verify_reads_each_byte_once(saved: Path) -> None:
+def test_verify_reads_each_byte_once(saved):
     def bytes_read() -> int:
         return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text(encoding="utf-8"))[1])
 
@@ -103,9 +97,7 @@ def test_verify_reads_each_byte_once(saved: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"[]", listing_json({"checkpoint": {}}), listing_json({"format": 2, "files": {}})]
 )
-def test_an_export_json_that_cannot_be_used_is_named(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_json_that_cannot_be_used_is_named(content, tmp_path, capsys):
     (tmp_path / LISTING).write_bytes(content)
     assert run(["verify", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith(f"ERROR: {tmp_path / LISTING}: is damaged - ")

@@ -33,7 +33,7 @@ def append(folder: Path, entry: dict[str, Any]) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_view_shows_a_run(tmp_path, capsys):
     assert run(["watch", str(write_run(tmp_path / "run"))]) == 0
     said = capsys.readouterr().out
     for part in (
@@ -48,9 +48,7 @@ def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert part in " ".join(said.split()), said
 
 
-def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(tmp_path, capsys):
     folder = write_run(tmp_path / "run", steps=3)
     append(folder, {"kind": "save", "step": 2, "seconds": 3.0, "problem": "it is"})
     assert run(["watch", str(folder)]) == 0
@@ -61,9 +59,7 @@ def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("command", ["watch", "report"])
-def test_a_run_that_begins_behind_a_step_says_which_are_missing(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_begins_behind_a_step_says_which_are_missing(command, tmp_path, capsys):
     folder = write_run(tmp_path / "run", steps=3)
     assert run([command, str(folder)]) == 0
     assert "missing" not in capsys.readouterr().out
@@ -73,9 +69,7 @@ def test_a_run_that_begins_behind_a_step_says_which_are_missing(
     assert "steps before 5 are missing: " in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(tmp_path, capsys):
     folder = tmp_path / "run"
     with loading(folder):
         assert run(["watch", str(folder)]) == 0
@@ -114,12 +108,12 @@ def loading(folder: Path) -> Iterator[None]:
         process.join()
 
 
-def test_watch_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_refuses_what_is_no_run(tmp_path, capsys):
     assert run(["watch", str(tmp_path)]) == 2
     assert "no run (neither metrics.jsonl nor .lock is there)" in capsys.readouterr().err
 
 
-def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path: Path) -> None:
+def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path):
     folder = write_run(tmp_path / "run", steps=3)
     follower = Follower(folder)
     follower.read()
@@ -138,7 +132,7 @@ def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path: Path
     assert follower.run.last_step == 2
 
 
-def test_a_terminal_shows_new_steps_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_terminal_shows_new_steps_until_ctrl_c(tmp_path):
     folder = write_run(tmp_path / "run", steps=3)
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "shardtune", "watch", str(folder)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ def edges(size: int) -> list[slice]:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 8 << 20])
-def test_a_box_of_a_tensor_is_what_slicing_gives(
-    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_box_of_a_tensor_is_what_slicing_gives(piece, tmp_path, monkeypatch):
     monkeypatch.setattr(load, "_PIECE_BYTES", piece)
     tensors = {
         "matrices": torch.randn(3, 5, 4),
@@ -41,9 +38,7 @@ def test_a_box_of_a_tensor_is_what_slicing_gives(
                     assert torch.equal(stored[name][box], tensor[box]), (name, box)
 
 
-def test_the_time_of_a_load_is_said_after_its_first_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_time_of_a_load_is_said_after_its_first_seconds(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(load, "_FIRST_REPORT_S", 0)
     monkeypatch.setattr(load, "_REPORT_EVERY_S", 0)
     monkeypatch.setattr(load.logger, "propagate", True)
@@ -58,7 +53,7 @@ def test_the_time_of_a_load_is_said_after_its_first_seconds(
     assert last.startswith("Read weights: 0.0 GB in 0 s, ")
 
 
-def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_is_named(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(8)}, path)
     with load.open_tensors([path], torch.float32) as stored:
@@ -82,9 +77,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
         ([(2, 1)] * 3, [(2, 1)] * 3),
     ],
 )
-def test_stored_experts_are_stacked_where_they_fill_the_stack(
-    gate: list[tuple[int, int]], up: list[tuple[int, int]]
-) -> None:
+def test_stored_experts_are_stacked_where_they_fill_the_stack(gate, up):
     """A stack has three experts of [2 + 2, 4]."""
     parts = {"gate": list(map(torch.randn, gate)), "up": list(map(torch.randn, up))}
     converter = load.SliceConverter(

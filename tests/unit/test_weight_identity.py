@@ -31,7 +31,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor], folder: Path) -> str:
     return weights_digest(folder)
 
 
-def test_weights_are_the_same_in_other_files_and_no_others_are(tmp_path: Path) -> None:
+def test_weights_are_the_same_in_other_files_and_no_others_are(tmp_path):
     digest = digest_of(TENSORS, tmp_path)
     assert weights_digest(cut_into_files(tmp_path, tmp_path / "cut")) == digest
     other_value = TENSORS["b"].clone()
@@ -47,9 +47,7 @@ def test_weights_are_the_same_in_other_files_and_no_others_are(tmp_path: Path) -
     assert digest_of(swapped, tmp_path) != digest
 
 
-def test_of_large_weights_samples_from_both_ends_of_each_tensor_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_large_weights_samples_from_both_ends_of_each_tensor_count(tmp_path, monkeypatch):
     """Two tensors of 4,000 and 1,000 bytes: 20 and 5 blocks of 16 bytes, so 400 bytes of 5,000."""
     sizes = {"WHOLE_BYTES": 4999, "_SAMPLED_BYTES": 400, "_BLOCK_BYTES": 16}
     for name, value in sizes.items():
@@ -73,14 +71,14 @@ def test_of_large_weights_samples_from_both_ends_of_each_tensor_count(
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02" + bytes(7) + b"[]", bytes(64)])
-def test_a_damaged_file_of_weights_has_no_digest(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_of_weights_has_no_digest(content, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors: no header of tensors"):
         tensors_digest([file])
 
 
-def test_only_where_a_digest_of_the_weights_decides_may_they_lie_elsewhere() -> None:
+def test_only_where_a_digest_of_the_weights_decides_may_they_lie_elsewhere():
     def configured(path: str) -> Config:
         return load_config(REPOSITORY / "examples/demo.yaml", [f"model.path={path}"], {})
 
@@ -94,9 +92,7 @@ def test_only_where_a_digest_of_the_weights_decides_may_they_lie_elsewhere() -> 
         require_allowed_settings(saved(), config)
 
 
-def test_a_resume_on_other_frozen_weights_is_refused_and_an_old_checkpoint_names_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_resume_on_other_frozen_weights_is_refused_and_an_old_checkpoint_names_none(caplog):
     def saved(**state: str) -> Checkpoint:
         return Checkpoint("checkpoint_0000002", {"state": state}, "", [])
 
