@@ -53,6 +53,7 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     return write_inputs(tmp_path / "runs", models["glm"])
 
 
+@pytest.mark.full
 def test_experts_train_where_they_are_and_json_lines_need_no_datasets(
     folder: Path, older: dict[str, str]
 ) -> None:

@@ -278,7 +278,7 @@ def require_workers(number: int) -> None:
     assert get_compile_threads() == number
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(
     ranks, tmp_path, monkeypatch
 ):
