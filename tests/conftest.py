@@ -48,6 +48,19 @@ for _number, _action in (
     signal.signal(_number, _action)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the launches, which mostly wait, among files that compute, in the first half."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    launches = [path for path in files if path.parent.name == "launch"]
+    others = [path for path in files if path not in launches]
+    step = len(others) // (2 * len(launches)) if launches else 0
+    for number, path in enumerate(launches):
+        others.insert(number * (step + 1), path)
+    items[:] = [item for path in others for item in files[path]]
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
