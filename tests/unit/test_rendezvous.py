@@ -79,7 +79,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Nodes that look for each other.
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", [*permutations(range(3))])
 @in_loop
 async def test_three_nodes_meet_in_whatever_order_they_come(order: tuple[int, ...]) -> None:
     port = a_free_port()
