@@ -108,9 +108,7 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
         ("llama", [[1, "parallel.replicate=2"], [1], [2]]),
     ],
 )
-def test_a_cable_carries_the_planned_bytes(
-    family: str, meshes: list[list[Any]], tmp_path: Path
-) -> None:
+def test_a_cable_carries_the_planned_bytes(family, meshes, tmp_path):
     write_model(family, tmp_path / family)
     write_rows(tmp_path / "rows.jsonl", ROWS)
     runs = {f"run{i}": settings(tmp_path / family, *mesh) for i, mesh in enumerate(meshes)}

@@ -66,14 +66,14 @@ def on_loopback(command: str) -> str:
     ],
     ids=["one node", "two terminals", "two nodes"],
 )
-def test_two_ranks_sum_their_numbers(commands: tuple[str, ...]) -> None:
+def test_two_ranks_sum_their_numbers(commands):
     host = socket.gethostname()
     assert sums(*commands) == [("0", "2", host, "3", "3"), ("1", "2", host, "3", "3")]
 
 
 @pytest.mark.full
 @needs_namespaces
-def test_sixteen_ranks_on_two_nodes_sum_their_numbers() -> None:
+def test_sixteen_ranks_on_two_nodes_sum_their_numbers():
     """With the guide's own address, port and interface, and 16 ranks."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as nodes:
         found = sums(*on_both(TWO_NODES), prefixes=tuple(node.prefix for node in nodes))

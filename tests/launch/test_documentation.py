@@ -101,14 +101,14 @@ def run(command: str, cwd: Path, timeout_s: float = 240, **more: str) -> str:
     return done.stdout
 
 
-def test_every_command_is_run_by_a_test() -> None:
+def test_every_command_is_run_by_a_test():
     tested = {*NODES, *ALONE, *GREPS, BY_SSH, BY_SLURM, *OTHER_WAYS, REHEARSAL, ASKING}
     assert set(COMMANDS) == tested | {*TORCHRUN_AND_TOOLS, *OTHER_STARTS, *ELSEWHERE}
 
 
 @needs_namespaces
 @pytest.mark.full
-def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository: Path) -> None:
+def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository):
     """Both commands as they stand, at their address and on their interface, then the greps."""
     worker = repository.parent / "worker"
     worker.mkdir()
@@ -139,7 +139,7 @@ def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository: P
 
 
 @pytest.mark.full
-def test_a_run_on_one_machine_resumed_verified_and_exported(repository: Path) -> None:
+def test_a_run_on_one_machine_resumed_verified_and_exported(repository):
     load_config(repository / "mine.yaml", [], {})
     outputs = {command: run(command, repository) for command in TORCHRUN_AND_TOOLS}
     trained = [output for output in outputs.values() if "Saved checkpoint_" in output]
@@ -153,12 +153,12 @@ def test_a_run_on_one_machine_resumed_verified_and_exported(repository: Path) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", OTHER_STARTS, ids=lambda command: command.split()[0])
-def test_every_documented_launcher_starts_a_run(command: str, repository: Path) -> None:
+def test_every_documented_launcher_starts_a_run(command, repository):
     assert "Step 1/1 | Loss:" in run(command, repository)
 
 
 @pytest.mark.full
-def test_the_documented_question_is_answered(repository: Path, models: dict[str, Path]) -> None:
+def test_the_documented_question_is_answered(repository, models):
     run_dir = repository / "runs/demo"
     shutil.copytree(models["llama"], run_dir / "model", dirs_exist_ok=True)
     (run_dir / "config.yaml").write_text("data: {template_options: {}}\n", encoding="utf-8")
@@ -166,7 +166,7 @@ def test_the_documented_question_is_answered(repository: Path, models: dict[str,
 
 
 @pytest.mark.full
-def test_one_node_and_one_device_train_as_documented(repository: Path) -> None:
+def test_one_node_and_one_device_train_as_documented(repository):
     """With the rung of the ladder in docs/troubleshooting.md that needs one device."""
     rungs = re.findall(r"^\| one .+? \| `(.+?)` \|", TEXTS["docs/troubleshooting.md"], re.MULTILINE)
     assert len(rungs) == 2 and len(ALONE) == 1
@@ -176,11 +176,11 @@ def test_one_node_and_one_device_train_as_documented(repository: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_documented_rehearsal_passes(repository: Path) -> None:
+def test_the_documented_rehearsal_passes(repository):
     assert "Rehearsed: every check passed." in run(REHEARSAL, repository, 400).splitlines()[-1]
 
 
-def test_documented_ways_start_the_nodes(tmp_path: Path) -> None:
+def test_documented_ways_start_the_nodes(tmp_path):
     """An ssh and a tmux that stay here; an sbatch and a kubectl that list their file, a docker that
     runs its command, and a Python that prints its arguments."""
     (tmp_path / "bin").mkdir()
@@ -227,7 +227,7 @@ def demo(settings: str, timeout_s: float = 400) -> str:
     return run(f"make demo {settings}", REPOSITORY, timeout_s)
 
 
-def test_make_demo_trains_asks_and_reports(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_make_demo_trains_asks_and_reports(tmp_path, models):
     """With a tiny model; a long test has the real weights."""
     run_dir = tmp_path / "demo"
     two = (REPOSITORY / "examples/chats/short_eval.jsonl").read_text("utf-8").splitlines()[:2]
@@ -247,7 +247,7 @@ def test_make_demo_trains_asks_and_reports(tmp_path: Path, models: dict[str, Pat
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_the_demo_learns_what_the_readme_shows(tmp_path: Path) -> None:
+def test_the_demo_learns_what_the_readme_shows(tmp_path):
     said = demo(f"RUN={tmp_path / 'demo'}", timeout_s=1500)
     before, after = (
         float(re.findall(rf"^{name} Perplexity: ([\d.]+) ", said, re.MULTILINE)[0])

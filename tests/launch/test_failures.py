@@ -70,9 +70,7 @@ def require_end(nodes: Nodes, code: int, pattern: str) -> None:
         (2, "os._exit(0)", "with code 0"),
     ],
 )
-def test_a_rank_that_ends_while_it_imports_is_named(
-    rank: int, effect: str, how: str, folder: Path
-) -> None:
+def test_a_rank_that_ends_while_it_imports_is_named(rank, effect, how, folder):
     with two_nodes(folder, **while_it_imports(folder, str(rank), effect)) as nodes:
         nodes.wait_for_words("nodes agree")
         line = f"rank {rank} on {HOST}: ended {how}, before it had met the others - .*"
@@ -81,7 +79,7 @@ def test_a_rank_that_ends_while_it_imports_is_named(
 
 
 @FULL
-def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder: Path) -> None:
+def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder):
     """Slow or stuck, nobody can know before the time to meet is over."""
     fault = while_it_imports(folder, "1", "time.sleep(3600)")
     with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="25", **fault) as nodes:
@@ -110,9 +108,7 @@ def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder: Path) -> 
         ),
     ],
 )
-def test_a_rank_that_ends_or_stops_is_named(
-    ranks_per_node: int, rank: int, where: tuple[str, str], effect: str, line: str, folder: Path
-) -> None:
+def test_a_rank_that_ends_or_stops_is_named(ranks_per_node, rank, where, effect, line, folder):
     """One line says it: a rank that only lost a connection prints no traceback.
 
     No process of the launch has the secret of the agents.
@@ -129,7 +125,7 @@ def test_a_rank_that_ends_or_stops_is_named(
 
 
 @FULL
-def test_the_rank_that_ended_first_is_the_one_named(folder: Path) -> None:
+def test_the_rank_that_ended_first_is_the_one_named(folder):
     """All others are killed behind it, before they can tell of it."""
     siblings = "$(cat /proc/%d/task/*/children)"
     others = f"os.system('(sleep 0.3; kill -9 {siblings} 2> /dev/null) &' % os.getppid())"
@@ -157,15 +153,7 @@ def test_the_rank_that_ended_first_is_the_one_named(folder: Path) -> None:
         ),
     ],
 )
-def test_a_rank_that_does_not_arrive_is_named(
-    rank: int,
-    ranks_per_node: int,
-    mesh: str,
-    where: tuple[str, str],
-    phase: str,
-    at: str,
-    folder: Path,
-) -> None:
+def test_a_rank_that_does_not_arrive_is_named(rank, ranks_per_node, mesh, where, phase, at, folder):
     """Its own log shows its stack."""
     micro_batches = 2 if "stages" in mesh else 1
     fault = break_rank(folder, rank, where, "time.sleep(3600)", nth=4 * micro_batches + 1)
@@ -188,9 +176,7 @@ def test_a_rank_that_does_not_arrive_is_named(
         ("exec('for _ in range(2 * 10**8): pass')", 0),
     ],
 )
-def test_a_rank_may_take_long_outside_of_steps_while_it_works(
-    effect: str, code: int, folder: Path
-) -> None:
+def test_a_rank_may_take_long_outside_of_steps_while_it_works(effect, code, folder):
     """It may take its time as long as it works. One node is watched as two are."""
     fault = break_rank(folder, 1, LOADING, effect, nth=1)
     one_node = {"NNODES": "1", "GPUS_PER_NODE": "2"}
@@ -210,9 +196,7 @@ def test_a_rank_may_take_long_outside_of_steps_while_it_works(
     ("node", "is_training"),
     [(0, True), (1, True), (0, False), (1, False)],
 )
-def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(
-    node: int, is_training: bool, folder: Path
-) -> None:
+def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(node, is_training, folder):
     """Its ranks end with it, also before they have met; the other node says so at once."""
     fault = {} if is_training else while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
     with two_nodes(folder, **fault) as nodes:
@@ -233,7 +217,7 @@ def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(
 
 
 @FULL
-def test_an_agent_that_is_stopped_is_out_of_reach(folder: Path) -> None:
+def test_an_agent_that_is_stopped_is_out_of_reach(folder):
     """The other node ends within a minute, and the stopped one when it goes on."""
     with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
         nodes.wait_for_step(4)
@@ -250,7 +234,7 @@ def test_an_agent_that_is_stopped_is_out_of_reach(folder: Path) -> None:
 @needs_namespaces
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("how", ["power", "cable"])
-def test_a_node_that_is_lost_is_named(lost: int, how: str, folder: Path) -> None:
+def test_a_node_that_is_lost_is_named(lost, how, folder):
     """Nothing comes from it any more, not even the end of its connections."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
@@ -277,7 +261,7 @@ def test_a_node_that_is_lost_is_named(lost: int, how: str, folder: Path) -> None
 
 @FULL
 @needs_namespaces
-def test_a_rank_that_ends_while_node_0_cannot_be_reached_is_named_on_its_node(folder: Path) -> None:
+def test_a_rank_that_ends_while_node_0_cannot_be_reached_is_named_on_its_node(folder):
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
         place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
@@ -296,7 +280,7 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached_is_named_on_its_node(fo
 
 @FULL
 @pytest.mark.parametrize("ranks_per_node", ["1", "2"])
-def test_the_agents_start_the_ranks_again(ranks_per_node: str, folder: Path) -> None:
+def test_the_agents_start_the_ranks_again(ranks_per_node, folder):
     """On both nodes at once, and they resume; said each time."""
     once = f"os.path.exists('{folder}/fell') or open('{folder}/fell', 'w') and {KILL}"
     settings = break_rank(folder, 1, DATA, once) | {"GPUS_PER_NODE": ranks_per_node}
@@ -328,7 +312,7 @@ if "shardtune.cluster" in sys.orig_argv and os.environ["NODE_RANK"] == "1":
 
 @FULL
 @pytest.mark.parametrize("when", ["before the failure", "between the attempts"])
-def test_a_signal_ends_a_launch_that_would_start_its_ranks_again(when: str, folder: Path) -> None:
+def test_a_signal_ends_a_launch_that_would_start_its_ranks_again(when, folder):
     """Sent to the node that does not decide."""
     line = "ended by SIGTERM before a restart - run the same command again"
     effect = KILL
@@ -348,7 +332,7 @@ def test_a_signal_ends_a_launch_that_would_start_its_ranks_again(when: str, fold
 
 
 @FULL
-def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
+def test_restarts_are_given_up_when_no_step_is_gained(folder):
     fault = break_rank(folder, 1, FORWARD, KILL, nth=1)
     one_node = {"NNODES": "1", "GPUS_PER_NODE": "2", "MAX_RESTARTS": "5"}
     arguments = (*ARGUMENTS, "eval.baseline=false")
@@ -364,7 +348,7 @@ def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
 
 
 @FULL
-def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
+def test_torchrun_starts_the_ranks_again(folder):
     fault = break_rank(
         folder, 1, DATA, f"os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and {KILL}"
     )

@@ -53,7 +53,7 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 
 @pytest.mark.full
-def test_one_node_trains(folder: Path) -> None:
+def test_one_node_trains(folder):
     """Through a symbolic link, from another directory; nothing stays in the folder of temporary
     files."""
     (folder / "elsewhere").mkdir()
@@ -86,7 +86,7 @@ def test_one_node_trains(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_two_nodes_of_different_size_train(folder: Path) -> None:
+def test_two_nodes_of_different_size_train(folder):
     """The worker comes first; only node 0 tells the run, and one process a node where it runs."""
     port = a_free_port()
     worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
@@ -119,7 +119,7 @@ def test_two_nodes_of_different_size_train(folder: Path) -> None:
     assert not LINES.search(output1 + errors0 + errors1)
 
 
-def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
+def test_a_refusal_ends_both_nodes_with_its_code(folder):
     """The master comes first; the data is broken, which is known when both have met."""
     (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")
     port = a_free_port()
@@ -135,7 +135,7 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
         assert errors.count(last) == 1
 
 
-def test_a_node_that_waits_in_vain_says_so_in_its_last_line(folder: Path) -> None:
+def test_a_node_that_waits_in_vain_says_so_in_its_last_line(folder):
     """It says so in its last line, and has looked for node 0."""
     port = a_free_port()
     settings = {"MASTER_PORT": port, "JOIN_TIMEOUT": "2"}
@@ -156,9 +156,7 @@ def test_a_node_that_waits_in_vain_says_so_in_its_last_line(folder: Path) -> Non
         (signal.SIGKILL, "waiting for node 1 of 2"),
     ],
 )
-def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(
-    number: signal.Signals, words: str, folder: Path
-) -> None:
+def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(number, words, folder):
     here = {"MASTER_PORT": a_free_port(), "TMPDIR": str(folder)}
     node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **here)
     assert node.stdout is not None
@@ -180,7 +178,7 @@ def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(
     assert not list(folder.glob("shardtune.*"))
 
 
-def test_bad_settings_are_refused_together(folder: Path) -> None:
+def test_bad_settings_are_refused_together(folder):
     """A carriage return, as from a file of another system, is shown and not obeyed."""
     bad = {"MASTER_ADDR": "127.0.0.1\r", "MASTER_PORT": "29600\r", "NNODES": "two"}
     bad |= {"GPUS_PER_NODE": "0", "JOIN_TIMEOUT": "soon"}
@@ -196,7 +194,7 @@ def test_bad_settings_are_refused_together(folder: Path) -> None:
         require_error_line(line)
 
 
-def test_the_help_of_the_scripts_names_every_variable(folder: Path) -> None:
+def test_the_help_of_the_scripts_names_every_variable(folder):
     code, output, errors = end(start("launch_node1.sh", "--help", cwd=folder))
     assert (code, errors) == (0, "") and "usage: " in output and "Launching" not in output
     contract = {**DEFAULTS, "JOIN_TIMEOUT": "300", "MAX_RESTARTS": "0"}
@@ -206,9 +204,7 @@ def test_the_help_of_the_scripts_names_every_variable(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
 @pytest.mark.parametrize("is_old", [False, True])
-def test_an_environment_that_is_gone_or_too_old_is_refused(
-    name: str, is_old: bool, folder: Path
-) -> None:
+def test_an_environment_that_is_gone_or_too_old_is_refused(name, is_old, folder):
     words = rf"ERROR: {folder}/other/bin/python does not exist - .+\n"
     if is_old:
         a_python(folder / "other/bin", "python").write_text("#!/bin/sh\nexit 1\n")
@@ -229,7 +225,7 @@ def a_python(path: Path, name: str) -> Path:
     return file
 
 
-def test_the_scripts_take_the_python_of_the_active_environment_first(tmp_path: Path) -> None:
+def test_the_scripts_take_the_python_of_the_active_environment_first(tmp_path):
     """The active environment's, else .venv beside the script, else python3."""
     copy = tmp_path / "copy"
     active = a_python(tmp_path / "active/bin", "python")
@@ -290,7 +286,7 @@ def slurm_job(tmp_path: Path, srun: str, cwd: Path, *arguments: str) -> subproce
     return subprocess.Popen(command, cwd=cwd, env=known, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
+def test_a_slurm_job_starts_every_node(tmp_path):
     """On two nodes of different size."""
     a_python(tmp_path / "bin", "python")
     srun = 'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 "$@" &&\nSLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 "$@"'
@@ -322,8 +318,8 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     ],
 )
 def test_a_slurm_job_that_has_saved_when_its_time_is_up_is_requeued(
-    number: signal.Signals | None, code: int, is_requeued: bool, tmp_path: Path
-) -> None:
+    number, code, is_requeued, tmp_path
+):
     """The signal reaches the batch shell alone, which passes it to `srun`, and that to the run."""
     cwd = tmp_path / "checkout"
     cwd.mkdir()
@@ -356,9 +352,7 @@ def test_a_slurm_job_that_has_saved_when_its_time_is_up_is_requeued(
 
 
 @pytest.mark.parametrize(("node", "is_stopped"), [(0, False), (1, False), (1, True)])
-def test_a_pod_waits_for_node_0_and_starts_with_its_rank(
-    node: int, is_stopped: bool, tmp_path: Path
-) -> None:
+def test_a_pod_waits_for_node_0_and_starts_with_its_rank(node, is_stopped, tmp_path):
     """The command of examples/kubernetes.yaml, before and after node 0 listens.
 
     As the first process of a container it is not ended by a signal that it does not handle.

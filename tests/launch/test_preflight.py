@@ -24,7 +24,7 @@ import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, completed, needs_namespaces
 from helpers.documented import require_error_line
-from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both
+from helpers.preflight_faults import CHOOSING, FAULTS, Machine, both
 
 from distTest.rehearse.namespaces import joined_nodes
 from shardtune.cluster import microbenchmark
@@ -80,7 +80,7 @@ CASES = [
 
 @needs_namespaces
 @pytest.mark.parametrize("fault", CASES)
-def test_each_fault_is_named_on_every_node(fault: Fault, machines: list[Machine]) -> None:
+def test_each_fault_is_named_on_every_node(fault, machines):
     fault.prepare(*machines)
     started_s = time.monotonic()
     started = [machine.start() for machine in machines]
@@ -127,7 +127,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(output)
 
 
-def test_nodes_that_agree_pass_the_preflight(inputs: Callable[[str], Path]) -> None:
+def test_nodes_that_agree_pass_the_preflight(inputs):
     """They have different sizes."""
     folder, port = inputs("both"), a_free_port()
     master = on_loopback(0, folder, port)
@@ -150,9 +150,7 @@ def test_nodes_that_agree_pass_the_preflight(inputs: Callable[[str], Path]) -> N
 
 
 @pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM])
-def test_a_node_0_that_dies_while_another_node_waits_is_named(
-    cause: signal.Signals, inputs: Callable[[str], Path]
-) -> None:
+def test_a_node_0_that_dies_while_another_node_waits_is_named(cause, inputs):
     folder, port = inputs("all"), a_free_port()
     master = on_loopback(0, folder, port, NNODES="3")
     worker = on_loopback(1, folder, port, NNODES="3")
@@ -169,7 +167,7 @@ def test_a_node_0_that_dies_while_another_node_waits_is_named(
 
 
 @pytest.mark.full
-def test_a_node_0_that_is_stopped_while_others_wait_is_named(inputs: Callable[[str], Path]) -> None:
+def test_a_node_0_that_is_stopped_while_others_wait_is_named(inputs):
     folder, port = inputs("all"), a_free_port()
     nodes = [on_loopback(node, folder, port, NNODES="3") for node in (0, 1)]
     wait_for(nodes[1], "has found node 0")
@@ -186,9 +184,7 @@ def test_a_node_0_that_is_stopped_while_others_wait_is_named(inputs: Callable[[s
 @pytest.mark.full
 @needs_namespaces
 @pytest.mark.parametrize("address", ["10.11.7.60", "192.168.77.50"])
-def test_nodes_meet_at_a_second_address_of_the_master(
-    address: str, machines: list[Machine]
-) -> None:
+def test_nodes_meet_at_a_second_address_of_the_master(address, machines):
     """It has a label, as old tools give one, and is in the nodes' network or in a second one."""
     network = address.rpartition(".")[0]
     for number, machine in enumerate(machines):
@@ -202,7 +198,7 @@ def test_nodes_meet_at_a_second_address_of_the_master(
     assert "Preflight: all 2 nodes agree" in output and "Saved the final model" in output
 
 
-def test_ranks_that_cannot_meet_are_named_on_both_nodes(inputs: Callable[[str], Path]) -> None:
+def test_ranks_that_cannot_meet_are_named_on_both_nodes(inputs):
     """gloo finds no such interface: what failed is named, on both nodes, with what it said."""
     folder, port = inputs("both"), a_free_port()
     nodes = [on_loopback(node, folder, port, GLOO_SOCKET_IFNAME="eth77") for node in range(2)]
@@ -214,7 +210,7 @@ def test_ranks_that_cannot_meet_are_named_on_both_nodes(inputs: Callable[[str], 
         require_error_line(last)
 
 
-def test_a_child_dies_with_its_parent() -> None:
+def test_a_child_dies_with_its_parent():
     """At once, whatever it is doing, as a rank within a collective."""
     program = (
         "import os, time; from shardtune.cluster.child import Child\n"
@@ -231,7 +227,7 @@ def test_a_child_dies_with_its_parent() -> None:
     parent.communicate(timeout=10)  # which ends when nobody holds its output any more
 
 
-def test_a_child_ignores_a_hangup_that_nohup_ignores() -> None:
+def test_a_child_ignores_a_hangup_that_nohup_ignores():
     def wait_and_send(pipe: Pipe) -> None:
         pipe.send({})
         time.sleep(0.5)
@@ -249,16 +245,14 @@ def test_a_child_ignores_a_hangup_that_nohup_ignores() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_child_that_ends_without_a_message_is_a_problem_of_its_node() -> None:
+def test_a_child_that_ends_without_a_message_is_a_problem_of_its_node():
     child = Child("node 0 (host0)", lambda pipe: os._exit(3))
     (problem,) = child.result()["problems"]
     child.end()
     assert problem == "node 0 (host0) ended without a message (exit code 3) - see above"
 
 
-def test_a_rank_that_does_not_finish_the_measurement_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_finish_the_measurement_is_named(tmp_path, monkeypatch):
     """It is named with the part in which it stands: here the other one never comes."""
     monkeypatch.setattr(microbenchmark, "_ALL_TIMEOUT_S", 2.0)
     job = {"logs": str(tmp_path), "node": 0, "name": "node 0 (host0)", "sizes": [1, 1]}
@@ -270,7 +264,7 @@ def test_a_rank_that_does_not_finish_the_measurement_is_named(
 
 
 @pytest.mark.full
-def test_the_ways_between_stages_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ways_between_stages_are_tried(tmp_path, monkeypatch):
     """They are no part of an all-reduce: here one rank does not answer to its neighbour."""
     exchange = microbenchmark._exchange
 
@@ -287,7 +281,7 @@ def test_the_ways_between_stages_are_tried(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.full
-def test_the_store_of_a_running_job_is_a_stranger() -> None:
+def test_the_store_of_a_running_job_is_a_stranger():
     """torchrun's store answers at MASTER_PORT, and serves its job afterwards too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     me = NodeHello(node=1, nodes=2, host="host1", address="?", code="digest", problems=[])
@@ -302,7 +296,7 @@ def test_the_store_of_a_running_job_is_a_stranger() -> None:
 
 
 @pytest.mark.parametrize("command", [["./launch_node0.sh"], ["python", "-m", "distTest.preflight"]])
-def test_a_python_without_the_packages_is_refused(command: list[str], tmp_path: Path) -> None:
+def test_a_python_without_the_packages_is_refused(command, tmp_path):
     venv.create(tmp_path / "empty", with_pip=False)
     if command[0] == "python":
         command = [str(tmp_path / "empty/bin/python"), *command[1:]]

@@ -46,7 +46,7 @@ def passed(output: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_rehearsal_over_loopback_passes(tmp_path: Path, here: dict[str, str]) -> None:
+def test_a_rehearsal_over_loopback_passes(tmp_path, here):
     """A value of the user's reaches the scripts; variables of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
     options += " parallel.expert=2 parallel.stages=1"
@@ -70,9 +70,7 @@ def test_a_rehearsal_over_loopback_passes(tmp_path: Path, here: dict[str, str]) 
 
 @needs_namespaces
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(8, marks=pytest.mark.full)])
-def test_a_rehearsal_in_namespaces_passes(
-    ranks_per_node: int, tmp_path: Path, here: dict[str, str]
-) -> None:
+def test_a_rehearsal_in_namespaces_passes(ranks_per_node, tmp_path, here):
     """16 ranks run every key of config.yaml as it is shipped, and say what users grep for."""
     fewer = ["--", "parallel.expert=1"] if ranks_per_node < 8 else []
     arguments = rehearsal("--procs-per-node", str(ranks_per_node), *fewer)
@@ -89,9 +87,7 @@ def test_a_rehearsal_in_namespaces_passes(
 
 
 @pytest.mark.full
-def test_three_nodes_rehearse_a_configuration_of_ones_own(
-    tmp_path: Path, here: dict[str, str], models: dict[str, Path]
-) -> None:
+def test_three_nodes_rehearse_a_configuration_of_ones_own(tmp_path, here, models):
     """A dense model, evaluation data taken from train, few lines, and no resume."""
     config = {
         "run": {"resume": "never"},
@@ -111,7 +107,7 @@ def test_three_nodes_rehearse_a_configuration_of_ones_own(
 
 
 @pytest.mark.full
-def test_a_rehearsal_that_fails_names_its_logs(tmp_path: Path, here: dict[str, str]) -> None:
+def test_a_rehearsal_that_fails_names_its_logs(tmp_path, here):
     """Its logs are kept and named."""
     there = here | {"VIRTUAL_ENV": str(tmp_path / "nothing")}
     done = run(*rehearsal("--loopback", "--procs-per-node", "1"), cwd=tmp_path, env=there)
@@ -131,9 +127,7 @@ def test_a_rehearsal_that_fails_names_its_logs(tmp_path: Path, here: dict[str, s
         pytest.param([], marks=needs_namespaces, id="spaces"),
     ],
 )
-def test_ctrl_c_ends_all_that_it_started(
-    options: list[str], tmp_path: Path, here: dict[str, str]
-) -> None:
+def test_ctrl_c_ends_all_that_it_started(options, tmp_path, here):
     process = subprocess.Popen(
         rehearsal("--procs-per-node", "1", *options, "--", "parallel.expert=1"),
         cwd=tmp_path,
@@ -168,9 +162,7 @@ def test_ctrl_c_ends_all_that_it_started(
         (["--loopback", "--", "train.epoch=1"], "train.epoch (command line) is not known - "),
     ],
 )
-def test_a_rehearsal_that_is_refused(
-    arguments: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_that_is_refused(arguments, problem, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("distTest.rehearse.__main__.end_on_signal", lambda *_, **__: None)
     with pytest.raises(UserError) as refused:

@@ -69,9 +69,7 @@ def wait_for_steps(run_dir: Path, count: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_signal_saves_exits_75_and_the_same_command_resumes(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path, models):
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, cwd=tmp_path, text=True, **pipes)
@@ -94,9 +92,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
 
 
 @pytest.mark.full
-def test_a_reader_that_goes_away_does_not_end_the_run(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, models):
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run", "train.max_steps=5")
     process = subprocess.Popen(
         arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -124,9 +120,7 @@ def one_node(
 
 
 @pytest.mark.full
-def test_nodes_with_different_configurations_are_refused(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_nodes_with_different_configurations_are_refused(tmp_path, models):
     """By the run itself, where no preflight has compared them; run.dir may be each node's own."""
     folders = [tmp_path / name for name in ("one", "two")]
     for folder, settings in zip(folders, ("", "optimizer: {lr: 1.0e-3}\n"), strict=True):
@@ -153,9 +147,7 @@ def test_nodes_with_different_configurations_are_refused(
 
 
 @pytest.mark.full
-def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path, models):
     """Rank 0 tokenises and the other waits for it."""
     write_jsonl(tmp_path / "train.jsonl", chats(40_000, longest_answer=90))
     with (tmp_path / "log").open("w") as log:
@@ -172,9 +164,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
     require_error_line(last)
 
 
-def test_a_pipe_that_ends_first_does_not_stop_the_save(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path, models):
     """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its
     end. Before that, SIGHUP is ignored under nohup, by all that it starts."""
     process = one_node(models, "2", subprocess.PIPE, "nohup", cwd=tmp_path)
@@ -203,9 +193,7 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(
         ((signal.SIGTERM,) * 2, True),
     ],
 )
-def test_a_scheduler_that_signals_every_process_asks_once(
-    kinds: Sequence[signal.Signals], is_slow: bool, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_scheduler_that_signals_every_process_asks_once(kinds, is_slow, tmp_path, models):
     """The agent passes its own on to the rank, which has one already, and waits for its save."""
     saving = ("shardtune.checkpoint.durable_fs", "write_file")
     # Longer than torchrun gives its processes by default.
@@ -245,7 +233,7 @@ def ask_again_and_again() -> None:
 
 
 @pytest.mark.full
-def test_only_a_later_signal_is_another_request(tmp_path: Path) -> None:
+def test_only_a_later_signal_is_another_request(tmp_path):
     finish(on_ranks(1, ask_again_and_again, cwd=tmp_path))
 
 
@@ -260,9 +248,7 @@ def forked(
 
 
 @pytest.mark.parametrize(("number", "resume"), [(signal.SIGHUP, "auto"), (signal.SIGUSR1, "never")])
-def test_what_resumes_after_a_signal_is_said(
-    number: signal.Signals, resume: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_what_resumes_after_a_signal_is_said(number, resume, tmp_path, models):
     asked = Fault("open", "*/rank_00000.safetensors", gets(number, number, signal.SIGTERM), rank=0)
     done = forked(
         tmp_path, f"model.path={models['llama']}", f"run.resume={resume}", faults=[asked], ranks=2
@@ -288,9 +274,7 @@ def insist(do: Any, *arguments: Any) -> Any:
     return do(*arguments)
 
 
-def test_a_second_request_does_not_wait_for_the_save(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_second_request_does_not_wait_for_the_save(tmp_path, models):
     asked = Fault("open", "*/.checkpoint_0000001.*/rank_00000.safetensors", gets(signal.SIGTERM))
     asked_again = Fault("write", "*/.checkpoint_000000[2-9].*/rank_00000.safetensors", insist)
     done = forked(tmp_path, f"model.path={models['llama']}", faults=[asked, asked_again], ranks=1)
@@ -303,9 +287,7 @@ def test_a_second_request_does_not_wait_for_the_save(
 
 
 @pytest.mark.parametrize("stages", [1, 2])  # with two, all gradients of the first one are NaN
-def test_a_weight_that_is_not_finite_is_named(
-    stages: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_weight_that_is_not_finite_is_named(stages, tmp_path, models):
     broken = tmp_path / "broken"
     shutil.copytree(models["llama"], broken)
     weights = load_file(broken / "model.safetensors")

@@ -111,7 +111,7 @@ def say(port: str, *messages: Any, is_end: bool = True) -> bytes:
         return answer
 
 
-def test_strangers_are_dropped_and_the_launch_goes_on(folder: Path, start: Start) -> None:
+def test_strangers_are_dropped_and_the_launch_goes_on(folder, start):
     """Each cause is said once, without their text. A node of another launch says why it ends."""
     port = a_free_port()
     master = start(0, folder, port)
@@ -158,9 +158,7 @@ def test_strangers_are_dropped_and_the_launch_goes_on(folder: Path, start: Start
     assert len(warnings) == 2, master.lines
 
 
-def test_a_stranger_with_other_code_puts_no_words_into_the_last_line(
-    folder: Path, start: Start
-) -> None:
+def test_a_stranger_with_other_code_puts_no_words_into_the_last_line(folder, start):
     port = a_free_port()
     master = start(0, folder, port)
     master.wait_for("waiting for node 1 of 2")
@@ -170,7 +168,7 @@ def test_a_stranger_with_other_code_puts_no_words_into_the_last_line(
     assert " and 0 on node 1 (127.0.0.1) - " in last
 
 
-def test_only_nodes_with_the_secret_are_let_in(folder: Path, start: Start) -> None:
+def test_only_nodes_with_the_secret_are_let_in(folder, start):
     """Any other is named on both sides. The secret is in no log, and no process inherits it."""
     port = a_free_port()
     master = start(0, folder, port, JOIN_SECRET=SECRET)
@@ -232,7 +230,7 @@ async def met(*environments: Environment) -> list[Control]:
     return list(await asyncio.wait_for(asyncio.gather(*(meet(e, "c0de") for e in environments)), 9))
 
 
-def test_what_a_node_said_is_not_believed_a_second_time() -> None:
+def test_what_a_node_said_is_not_believed_a_second_time():
     async def check() -> None:
         port, way = a_free_port(), a_free_port()
         recorder = Recorder(port)
@@ -264,9 +262,7 @@ def test_what_a_node_said_is_not_believed_a_second_time() -> None:
     ],
     ids=["another text", "said twice"],
 )
-def test_a_message_that_was_changed_on_the_way_ends_the_launch(
-    change: Callable[[bytes], bytes],
-) -> None:
+def test_a_message_that_was_changed_on_the_way_ends_the_launch(change):
     async def check() -> None:
         port, way = a_free_port(), a_free_port()
         recorder = Recorder(port, change)
@@ -292,7 +288,7 @@ def test_a_message_that_was_changed_on_the_way_ends_the_launch(
         {"end": None},
     ],
 )
-def test_a_node_that_sends_another_shape_is_lost_to_the_launch(bad: dict[str, Any]) -> None:
+def test_a_node_that_sends_another_shape_is_lost_to_the_launch(bad):
     async def check() -> None:
         port = a_free_port()
         waiting = asyncio.create_task(meet(a_node(0, port, " no"), "c0de"))
@@ -311,7 +307,7 @@ def test_a_node_that_sends_another_shape_is_lost_to_the_launch(bad: dict[str, An
     asyncio.run(check())
 
 
-def test_whoever_comes_after_all_have_met_is_no_node() -> None:
+def test_whoever_comes_after_all_have_met_is_no_node():
     """It connected before them, and says its hello behind them."""
 
     async def check() -> None:
@@ -331,7 +327,7 @@ def test_whoever_comes_after_all_have_met_is_no_node() -> None:
     asyncio.run(check())
 
 
-def test_an_empty_secret_is_refused(folder: Path) -> None:
+def test_an_empty_secret_is_refused(folder):
     known = environment(NNODES="1", JOIN_SECRET=" ", PYTHONPATH=str(REPOSITORY))
     command = [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"]
     pipe = subprocess.PIPE

@@ -131,14 +131,7 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
         ),
     ],
 )
-def test_steps_equal_a_plain_loop_around_peft(
-    kind: str,
-    ranks: int,
-    more: tuple[str, ...],
-    sharp: dict[str, Path],
-    expected: dict[str, Any],
-    tmp_path: Path,
-) -> None:
+def test_steps_equal_a_plain_loop_around_peft(kind, ranks, more, sharp, expected, tmp_path):
     output, run_dir = run(sharp[kind], tmp_path, ranks, *more)
     among = "no experts among" if kind == "llama" else "experts among"
     assert re.search(rf"^LoRA: rank 3, alpha 12, {among} its modules: ", output, re.MULTILINE)
@@ -156,11 +149,8 @@ def changed_byte(file: Path) -> Iterator[None]:
 
 
 def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
-    sharp: dict[str, Path],
-    expected: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    sharp, expected, tmp_path, capsys
+):
     """Attention, dense MLP, shared and routed experts, over a resume on another number of ranks.
 
     The source is then in another folder and in other files.
@@ -239,9 +229,7 @@ def run_and_count_bytes(arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_frozen_weights_take_the_compute_dtype_and_factors_float32(models, tmp_path):
     """The adapters have rank 3; bfloat16 grouped products need a multiple of 8."""
     lower = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
     more = ("model.compute_dtype=bfloat16", "train.max_steps=1", *lower)
@@ -257,9 +245,7 @@ def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
     assert "the others are frozen: 58,656 in bfloat16" in output
 
 
-def test_targets_that_mean_nothing_or_a_router_are_refused(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_targets_that_mean_nothing_or_a_router_are_refused(models, tmp_path):
     given = arguments(
         models["glm"], tmp_path, 2, "lora.targets=[q_proj, q_prj, gate, lm_head, other]"
     )
@@ -281,9 +267,7 @@ def test_targets_that_mean_nothing_or_a_router_are_refused(
 
 
 @pytest.mark.full
-def test_adapters_with_dropout_resume_to_the_bit_on_the_same_ranks(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_with_dropout_resume_to_the_bit_on_the_same_ranks(sharp, tmp_path):
     dropout = ("lora.dropout=0.3", "checkpoint.every_steps=2", "export.final=false")
     run(sharp["glm"], tmp_path, 2, *dropout)
     whole, losses = tmp_path / "run", step_losses(tmp_path / "run")
@@ -296,9 +280,7 @@ def test_adapters_with_dropout_resume_to_the_bit_on_the_same_ranks(
 
 
 @pytest.mark.full
-def test_nodes_with_disks_of_their_own_merge_on_the_first(
-    sharp: dict[str, Path], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_nodes_with_disks_of_their_own_merge_on_the_first(sharp, expected, tmp_path):
     nodes = [(tmp_path / name, 1) for name in ("a", "b")]
     for folder, _ in nodes:
         folder.mkdir()
@@ -309,9 +291,7 @@ def test_nodes_with_disks_of_their_own_merge_on_the_first(
 
 
 @pytest.mark.full
-def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(sharp, tmp_path):
     data = f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', uneven_chats()[:4])}"
     more = ("eval.keep_best=true", "export.merge=false", "eval.every_steps=1")
     _, run_dir = run(sharp["glm"], tmp_path, 2, data, *more)
@@ -323,7 +303,7 @@ def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(
 
 
 @pytest.mark.full
-def test_random_weights_are_not_merged(models: dict[str, Path], tmp_path: Path) -> None:
+def test_random_weights_are_not_merged(models, tmp_path):
     output, run_dir = run(models["glm"], tmp_path, 2, "model.init=random", "train.max_steps=1")
     assert "Merged model left out: the frozen weights were drawn at random" in output
     assert (run_dir / "adapter/adapter_model.safetensors").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -28,7 +27,6 @@ from helpers.plain_training import (
 from helpers.ranks import train
 from helpers.tiny_models import VOCABULARY
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
 
 
 def refused(done: CompletedProcess[str]) -> str:
@@ -163,9 +161,7 @@ def test_weights_that_no_rank_uses_stay_as_they_are(tokenizer, tmp_path):
     assert {name for name in before if torch.equal(before[name], after[name])} == unused
 
 
-def test_a_type_that_transformers_does_not_know_is_trained_as_its_class(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_type_that_transformers_does_not_know_is_trained_as_its_class(tokenizer, tmp_path):
     """Kimi K2 names DeepSeek V3's class, and code of its own beside it, which does not run."""
     model = save_new_model(lambda: build("deepseek_v3"), tokenizer, tmp_path / "model")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])

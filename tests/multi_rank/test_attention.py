@@ -119,9 +119,7 @@ def difference(
     return lines, at_once, [abs(loss.item() / expected.item() - 1), (off / norm).item()]
 
 
-def test_loss_and_gradients_equal_one_document_at_a_time(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_loss_and_gradients_equal_one_document_at_a_time(models, tmp_path):
     config = config_for(models["llama"], tmp_path, "data.max_length=50")
     finish(on_ranks(1, compare, config, tmp_path, cwd=tmp_path))
     reports = json.loads((tmp_path / "reports.json").read_text(encoding="utf-8"))
@@ -197,9 +195,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
 
 
-def test_documents_are_separate_or_packing_is_refused(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_documents_are_separate_or_packing_is_refused(models, tmp_path):
     configs = [
         config_for(models["llama"], tmp_path, *more) for more in ([], ["model.attention=sdpa"])
     ]

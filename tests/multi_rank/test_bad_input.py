@@ -73,7 +73,7 @@ def write_index(model: Path, *, missing: str = "") -> None:
     )
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
+def test_a_missing_tensor_is_named(folder):
     file = folder / "model" / "model.safetensors"
     weights = load_file(file)
     weights.pop("model.norm.weight")
@@ -160,20 +160,20 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_MODELS)
-def test_a_bad_model_is_refused(case: str, folder: Path) -> None:
+def test_a_bad_model_is_refused(case, folder):
     damage, named = BAD_MODELS[case]
     damage(folder / "model")
     (problem,) = refusal(folder)
     assert named in problem
 
 
-def test_weights_of_another_shape_are_refused(folder: Path) -> None:
+def test_weights_of_another_shape_are_refused(folder):
     edit(folder / "model/config.json", intermediate_size=48)
     (problem,) = refusal(folder)
     assert "no model.layers.0.mlp.down_proj.weight of shape [32, 48] (6 tensors in all)" in problem
 
 
-def test_code_of_a_tokenizer_is_not_run(folder: Path) -> None:
+def test_code_of_a_tokenizer_is_not_run(folder):
     edit(
         folder / "model/tokenizer_config.json",
         tokenizer_class="Own",
@@ -185,7 +185,7 @@ def test_code_of_a_tokenizer_is_not_run(folder: Path) -> None:
     assert done.returncode == 2
 
 
-def test_problems_that_are_known_together_are_reported_together(folder: Path) -> None:
+def test_problems_that_are_known_together_are_reported_together(folder):
     problems = refusal(folder, "data.train=one.jsonl", "data.eval=other.jsonl")
     assert len(problems) == 2 and "one.jsonl" in problems[0] and "other.jsonl" in problems[1]
 
@@ -205,7 +205,7 @@ def test_problems_that_are_known_together_are_reported_together(folder: Path) ->
         assert word in " ".join(problems)
 
 
-def test_every_broken_record_and_set_is_named_with_what_to_do(folder: Path) -> None:
+def test_every_broken_record_and_set_is_named_with_what_to_do(folder):
     question = {"from": "human", "value": "q"}
     weighed = {"role": "assistant", "content": "a", "weight": 0.3}
     broken = [
@@ -235,13 +235,13 @@ def test_every_broken_record_and_set_is_named_with_what_to_do(folder: Path) -> N
         assert problem.startswith(f"ERROR: {line}")
 
 
-def test_data_needs_a_row_per_rank(folder: Path) -> None:
+def test_data_needs_a_row_per_rank(folder):
     write_jsonl(folder / "train.jsonl", chats(1, longest_answer=3))
     (problem,) = refusal(folder, ranks=2)
     assert "1 row and" in problem and "2 data ranks" in problem
 
 
-def test_run_dir_must_be_writable(folder: Path) -> None:
+def test_run_dir_must_be_writable(folder):
     (folder / "taken").write_text("", encoding="utf-8")
     for run_dir in ("taken", "taken/below"):
         (problem,) = refusal(folder, f"run.dir={run_dir}")
@@ -281,9 +281,7 @@ NOBODY = {
     ],
     ids=["nobody there", "half a launcher", "no number", "no GPU", "unknown option", "no time"],
 )
-def test_a_bad_command_is_refused(
-    environment: dict[str, str], arguments: list[str], named: str, folder: Path
-) -> None:
+def test_a_bad_command_is_refused(environment, arguments, named, folder):
     arguments = ["--config", "config.yaml", *arguments]
     done = on_ranks(1, run_in_environment, environment, arguments, cwd=folder)
     assert done.returncode == 2, done.stderr
@@ -292,7 +290,7 @@ def test_a_bad_command_is_refused(
     assert named in last and done.stderr.count("ERROR: ") == 1
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UserError) as refused:
@@ -301,7 +299,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     require_error_line(f"ERROR: {refused.value}")
 
 
-def test_under_torchrun_each_problem_is_reported_once(folder: Path) -> None:
+def test_under_torchrun_each_problem_is_reported_once(folder):
     (folder / "train.jsonl").write_text("no JSON\n{}\n", encoding="utf-8")
     done = launch(2, "--config", "config.yaml", cwd=folder)
     assert done.returncode != 0

@@ -45,7 +45,7 @@ PEER = Side(
 ROUNDED = replace(PEER, losses=[3.0002, 2.5], computed_tokens=100, head_rows=30)
 
 
-def test_equal_work_passes_however_it_was_batched() -> None:
+def test_equal_work_passes_however_it_was_batched():
     require_equal_work(ROUNDED, PEER, 1e-4)
 
 
@@ -59,7 +59,7 @@ def test_equal_work_passes_however_it_was_batched() -> None:
         (replace(PEER, tokens=99), "tokens of a step are 99 and 100"),
     ],
 )
-def test_unequal_work_is_refused(side: Side, text: str) -> None:
+def test_unequal_work_is_refused(side, text):
     with pytest.raises(Unequal, match=text):
         require_equal_work(side, PEER, 1e-4)
     equal, refused = gated({"peer": [PEER], "ours": [ROUNDED, side]}, "peer", 1e-4)
@@ -67,13 +67,13 @@ def test_unequal_work_is_refused(side: Side, text: str) -> None:
     assert text.split(" and ")[0] in refused["ours"]
 
 
-def test_no_figure_counts_without_the_losses_of_the_reference() -> None:
+def test_no_figure_counts_without_the_losses_of_the_reference():
     equal, refused = gated({"peer": [], "ours": [ROUNDED]}, "peer", 1e-4)
     assert not equal
     assert refused == dict.fromkeys(("peer", "ours"), "peer did not run to its end")
 
 
-def test_equal_losses_that_do_not_move_say_nothing() -> None:
+def test_equal_losses_that_do_not_move_say_nothing():
     require_moving_loss(PEER, 1e-2)
     still = replace(PEER, losses=[3.0, 2.99])
     with pytest.raises(Unequal, match=r"from 3\.0000 to 2\.9900 only"):
@@ -82,7 +82,7 @@ def test_equal_losses_that_do_not_move_say_nothing() -> None:
     assert not equal and set(refused) == {"peer", "ours"}
 
 
-def test_benchmark_sides_take_turns() -> None:
+def test_benchmark_sides_take_turns():
     assert list(in_turns(["a", "b", "c"], 2)) == [
         (0, "a"),
         (0, "b"),
@@ -93,7 +93,7 @@ def test_benchmark_sides_take_turns() -> None:
     ]
 
 
-def test_runs_on_a_core_that_others_used_are_named() -> None:
+def test_runs_on_a_core_that_others_used_are_named():
     steady, loaded = (
         {"rates": [(100e9, 95e9), (98e9, 100e9)]},
         {"rates": [(99e9, 96e9), (97e9, 51e9)]},
@@ -120,9 +120,7 @@ def run_benchmark(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_another_loss_fails_its_section(
-    run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_loss_fails_its_section(run_benchmark, tmp_path, monkeypatch):
     def a_run(command: list[Any], *_: Any) -> bool:
         way, out = command[3:5]
         figures = {"loss": 2.5 + 0.01 * (way == "ours")}
@@ -140,11 +138,8 @@ def test_another_loss_fails_its_section(
 
 @pytest.mark.full
 def test_a_section_is_measured_and_the_others_are_kept(
-    run_benchmark: Callable[..., str],
-    tmp_path: Path,
-    models: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run_benchmark, tmp_path, models, monkeypatch
+):
     monkeypatch.setattr(head, "VOCABULARY", 5000)
     earlier = {"measured_with": {"date": "before"}, "figures": {}, "failed": []}
     (tmp_path / "RESULTS.json").write_text(
@@ -165,11 +160,7 @@ def test_a_section_is_measured_and_the_others_are_kept(
     assert command.startswith("python -m benchmarks head ") and "--head-tokens 64" in command
 
 
-def test_a_cable_that_cannot_be_made_is_left_out_by_name(
-    run_benchmark: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_cable_that_cannot_be_made_is_left_out_by_name(run_benchmark, monkeypatch, capsys):
     monkeypatch.setattr(cable, "obstacle", lambda *_: "no network namespaces here (why)")
     text = run_benchmark("cable")
     line, _ = capsys.readouterr().out.splitlines()  # the second one names the file
@@ -179,9 +170,7 @@ def test_a_cable_that_cannot_be_made_is_left_out_by_name(
 
 @needs_namespaces
 @pytest.mark.full
-def test_a_mesh_is_measured_over_a_cable(
-    run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mesh_is_measured_over_a_cable(run_benchmark, tmp_path, monkeypatch):
     for name, value in {"_PEERS": (), "_SLOW": ("stages=2",), "_REFERENCE": "stages=2"}.items():
         monkeypatch.setattr(cable, name, value)
     monkeypatch.setattr(cable, "_MESHES", {"stages=2": {"parallel.stages": 2}})
@@ -196,9 +185,7 @@ def test_a_mesh_is_measured_over_a_cable(
 
 
 @pytest.mark.full
-def test_a_shape_is_measured_without_a_checkpoint(
-    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_shape_is_measured_without_a_checkpoint(run_benchmark, tmp_path, models):
     more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
     text = run_benchmark("gpu", "--tokenizer", models["llama"], *more)
     *_, line = text.splitlines()
@@ -213,9 +200,7 @@ def test_a_shape_is_measured_without_a_checkpoint(
     assert "Finished: nothing is saved" in said and "Saved checkpoint" not in said
 
 
-def test_a_slice_without_experts_is_refused(
-    run_benchmark: Callable[..., str], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_without_experts_is_refused(run_benchmark, models, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -226,9 +211,7 @@ def test_a_slice_without_experts_is_refused(
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_a_whole_run_is_measured(
-    run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_run_is_measured(run_benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(epoch, "_SIDES", ("ours",))
     monkeypatch.setattr(epoch, "_REFERENCE", "ours")
     monkeypatch.setattr(epoch, "_DTYPE", "float32")
@@ -243,7 +226,7 @@ def test_a_whole_run_is_measured(
     assert 0 < row["first_s"][0] < row["seconds"][0] and len(row["losses"]) == 2
 
 
-def test_a_panel_is_drawn_for_each_mix_of_chats() -> None:
+def test_a_panel_is_drawn_for_each_mix_of_chats():
     committed = REPOSITORY / "benchmarks/RESULTS.json"
     found = json.loads(committed.read_text(encoding="utf-8"))
     figure = plot.draw_results(found)
@@ -251,9 +234,7 @@ def test_a_panel_is_drawn_for_each_mix_of_chats() -> None:
 
 
 @pytest.mark.parametrize("section", CLOSED)
-def test_a_section_that_was_let_go_names_where_its_result_is(
-    section: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_section_that_was_let_go_names_where_its_result_is(section, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([section])
     refusal = capsys.readouterr().err
@@ -261,9 +242,7 @@ def test_a_section_that_was_let_go_names_where_its_result_is(
 
 
 @pytest.mark.full
-def test_every_way_of_training_is_on_the_page_of_convergence(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_way_of_training_is_on_the_page_of_convergence(models, tmp_path):
     model = shutil.copytree(models["llama"], tmp_path / "model")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = 512
@@ -279,9 +258,7 @@ def test_every_way_of_training_is_on_the_page_of_convergence(
 
 
 @pytest.mark.full
-def test_a_wrapped_run_is_measured_and_leaves_no_checkpoint(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_wrapped_run_is_measured_and_leaves_no_checkpoint(tmp_path, models):
     FAILED.clear()
     chats = write_chats(tmp_path / "chats.jsonl", 300, 100)
     job = sides.Job(models["llama"], chats, 512, 3, "float32", lr=1e-2)
@@ -294,9 +271,7 @@ def test_a_wrapped_run_is_measured_and_leaves_no_checkpoint(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_slice_has_the_most_layers_that_fit_but_never_fewer_than_one_with_experts(
-    shape: str,
-) -> None:
+def test_a_slice_has_the_most_layers_that_fit_but_never_fewer_than_one_with_experts(shape):
     whole = slice_of(shape, 4096, math.inf)
     fewest = slice_of(shape, 4096, 0)
     assert whole.layers == whole.whole and fewest.layers == 1 + (whole.dense or 0)
@@ -310,9 +285,7 @@ def test_a_slice_has_the_most_layers_that_fit_but_never_fewer_than_one_with_expe
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_chats_have_about_the_tokens_that_are_asked_for_and_fit_a_row(
-    mix: str, tmp_path: Path
-) -> None:
+def test_chats_have_about_the_tokens_that_are_asked_for_and_fit_a_row(mix, tmp_path):
     path = write_chats(tmp_path / "chats.jsonl", 20_000, 1024, mix)
     chats = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
     words = [[len(message["content"].split()) for message in chat] for chat in chats]

@@ -85,7 +85,7 @@ def model_files(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.full
-def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) -> None:
+def test_the_best_model_is_the_export_of_its_step(folder, tmp_path):
     """Over a resume, too. The baseline does not count, nor does a loss that is not a number."""
     losses = {0: 0.5, 1: 3.0, 2: 2.0, 3: math.nan, 4: 2.5, 5: 1.5, 6: 1.5}
     best = folder / "run/best"
@@ -132,7 +132,7 @@ def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) 
         pytest.param("after", 2, marks=pytest.mark.full),
     ],
 )
-def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder: Path) -> None:
+def test_a_kill_leaves_the_old_best_or_the_new_one(kill, step, folder):
     arguments = [*KEEP_BEST, "train.max_steps=2"]
     losses = {0: 9.0, 1: 3.0, 2: 2.0}
     killed = on_ranks(1, train_with, losses, arguments, kill, cwd=folder)
@@ -144,7 +144,7 @@ def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder:
     assert not any(name.startswith(".best") for name in names(folder / "run"))
 
 
-def test_a_model_for_which_the_disk_has_no_room(folder: Path) -> None:
+def test_a_model_for_which_the_disk_has_no_room(folder):
     """Training goes on without the best one; without the final one the run fails."""
     faults = [
         Fault("write", f"*/.{name}.writing/model*", fails(errno.ENOSPC), nth=3, times=ALWAYS)
@@ -161,7 +161,7 @@ def test_a_model_for_which_the_disk_has_no_room(folder: Path) -> None:
     assert not any("best" in name for name in names(folder / "run"))
 
 
-def test_the_best_model_of_an_earlier_run_is_moved_aside(folder: Path) -> None:
+def test_the_best_model_of_an_earlier_run_is_moved_aside(folder):
     arguments = [*KEEP_BEST, "train.max_steps=1"]
     for losses in ({0: 9.0, 1: 1.0}, {0: 9.0, 1: 2.0}):
         arguments += ["run.resume=never"]
@@ -178,9 +178,7 @@ def nodes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, other
 
 
-def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(
-    nodes: tuple[Path, Path],
-) -> None:
+def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(nodes):
     """Node 0 writes no model of a higher loss, and a lower one takes the place of the other's."""
     a, b = nodes
     losses = {0: 9.0, 1: 3.0, 2: 2.0, 3: 2.5, 4: 1.5, 5: 1.75}
@@ -210,7 +208,7 @@ def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(
     assert [entry["step"] for entry in read_metrics(a / "run", "start")] == [0, 2, 4]
 
 
-def test_a_lost_best_model_is_said_and_no_worse_one_takes_its_name(folder: Path) -> None:
+def test_a_lost_best_model_is_said_and_no_worse_one_takes_its_name(folder):
     """A checkpoint that was saved without keep_best, as an older one, leaves it to the folder."""
     losses, best = {0: 9.0, 1: 3.0, 2: 2.0, 3: 2.5}, folder / "run/best"
     for last, more in ((1, ["eval.keep_best=false"]), (2, []), (3, [])):
@@ -228,9 +226,7 @@ def test_a_lost_best_model_is_said_and_no_worse_one_takes_its_name(folder: Path)
 
 
 @pytest.mark.full
-def test_an_evaluation_that_a_signal_cut_short_is_made_whichever_disk_is_node_0s(
-    nodes: tuple[Path, Path],
-) -> None:
+def test_an_evaluation_that_a_signal_cut_short_is_made_whichever_disk_is_node_0s(nodes):
     a, b = nodes
     arguments = [*KEEP_BEST, "train.max_steps=1", "eval.baseline=false"]
     done = on_nodes([(a, 1), (b, 1)], stop_in_evaluation, arguments)

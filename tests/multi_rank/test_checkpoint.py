@@ -86,9 +86,7 @@ def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["glm", "llama"])
-def test_torch_reads_the_rank_files_by_itself(
-    name: str, tmp_path: Path, saved: dict[str, Path], models: dict[str, Path]
-) -> None:
+def test_torch_reads_the_rank_files_by_itself(name, tmp_path, saved, models):
     """Weights equal the exported model's; with the moments, those of the same steps on one rank."""
     tensors = whole_tensors(checkpoint(saved[name] / "run", 3))
     exported = AutoModelForCausalLM.from_pretrained(saved[name] / "run/model", dtype="auto")
@@ -125,7 +123,7 @@ def parsed(file: Path) -> tuple[dict[str, Any], int, bytes]:
 
 
 @pytest.mark.parametrize("name", ["glm", "llama"])
-def test_the_manifest_says_what_the_files_hold(name: str, saved: dict[str, Path]) -> None:
+def test_the_manifest_says_what_the_files_hold(name, saved):
     directory = checkpoint(saved[name] / "run", 3)
     raw = (directory / "manifest.json").read_bytes()
     assert (directory / "COMPLETE").read_text(encoding="utf-8") == xxhash.xxh3_128(
@@ -171,7 +169,7 @@ def test_the_manifest_says_what_the_files_hold(name: str, saved: dict[str, Path]
         assert edges[-1][1] == len(content)
 
 
-def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]) -> None:
+def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved):
     directory = checkpoint(saved["glm"] / "run", 3)
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["world"] == {"size": 3, "mesh": {"shard": 3}, "nodes": [0, 0, 1]}
@@ -209,7 +207,7 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]
         } <= manifest["tensors"].keys()
 
 
-def test_a_checkpoint_stores_nothing_but_tensors_and_text(saved: dict[str, Path]) -> None:
+def test_a_checkpoint_stores_nothing_but_tensors_and_text(saved):
     directory = checkpoint(saved["glm"] / "run", 3)
     assert names(directory) == [
         "COMPLETE",
@@ -268,7 +266,7 @@ def save_while_weights_change(folder: str) -> None:
     run(work)
 
 
-def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_save_holds_what_was_there_when_it_began(tmp_path, models):
     write_inputs(tmp_path, models["qwen3"])
     finish(on_ranks(2, save_while_weights_change, str(tmp_path), cwd=tmp_path, timeout_s=60))
     for step in (2, 3):  # the first is gone
@@ -312,9 +310,7 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
 
 
 @pytest.mark.parametrize("keep", [1, 2, pytest.param(3, marks=pytest.mark.full)])
-def test_as_many_checkpoints_are_kept_as_were_asked_for(
-    keep: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_as_many_checkpoints_are_kept_as_were_asked_for(keep, tmp_path, models):
     """Never fewer, although a save fails and the run is killed while it deletes.
 
     Entries of others are neither counted nor deleted.
@@ -354,9 +350,7 @@ def run_impatiently(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_a_second_job_in_the_same_folder_is_refused(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_second_job_in_the_same_folder_is_refused(tmp_path, models):
     first, second = (write_inputs(tmp_path / name, models["llama"]) for name in ("first", "second"))
     settings = [
         "--config",
@@ -410,7 +404,7 @@ def three_steps(tmp_path: Path, saved: dict[str, Path], models: dict[str, Path])
 CONTINUE = (*SETTINGS, *CONSTANT, "checkpoint.keep=9", "export.final=false", "train.max_steps=4")
 
 
-def test_moving_a_checkpoint_aside_loses_no_file(three_steps: Path) -> None:
+def test_moving_a_checkpoint_aside_loses_no_file(three_steps):
     checkpoints = three_steps / "run/checkpoints"
     (checkpoints / "checkpoint_0000003/COMPLETE").unlink()
     for taken in ("checkpoint_0000003.aside1", "checkpoint_0000009"):

@@ -103,14 +103,8 @@ def models(
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MATRIX)],
 )
 def test_shared_rows_equal_one_record_at_a_time(
-    family: str,
-    first: Mesh,
-    second: Mesh,
-    more: list[str],
-    models: Callable[[str], Path],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+    family, first, second, more, models, tokenizer, tmp_path
+):
     """Two steps on one mesh, and two after a resume on another; clipped, with a baseline."""
     records = uneven_chats()
     data = write_jsonl(tmp_path / "train.jsonl", records)
@@ -143,9 +137,7 @@ def test_shared_rows_equal_one_record_at_a_time(
 
 @pytest.mark.full
 @pytest.mark.parametrize("stored", [["optimizer.name=adamw8bit"], ["model.master_dtype=bfloat16"]])
-def test_other_optimizers_take_the_steps_of_rows_that_one_rank_has(
-    stored: list[str], models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_other_optimizers_take_the_steps_of_rows_that_one_rank_has(stored, models, tmp_path):
     """Rounding of the sums over ranks may send a moment or a weight to the next value."""
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     runs = []
@@ -161,12 +153,7 @@ def test_other_optimizers_take_the_steps_of_rows_that_one_rank_has(
 
 @pytest.mark.full
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_rows_of_fewer_tokens_than_ranks_train_exactly(
-    packing: str,
-    models: Callable[[str], Path],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_rows_of_fewer_tokens_than_ranks_train_exactly(packing, models, tokenizer, tmp_path):
     records = [{"text": text} for text in ("a", "b c", "rank", "rank step d")]
     encoded = [[*tokenizer(r["text"])["input_ids"], tokenizer.eos_token_id] for r in records]
     assert min(map(len, encoded)) < 4
@@ -199,7 +186,5 @@ def try_attention(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_model_that_goes_by_the_place_in_a_slice_ends_the_run(
-    models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_that_goes_by_the_place_in_a_slice_ends_the_run(models, tmp_path):
     finish(on_ranks(2, try_attention, models("llama"), tmp_path, cwd=tmp_path))

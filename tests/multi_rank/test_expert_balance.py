@@ -17,7 +17,7 @@ from helpers.chats import write_jsonl
 from helpers.commands import read_metrics
 from helpers.plain_training import encode, settings, sharpen, uneven_chats, with_weights
 from helpers.ranks import train_each, world_of
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from shardtune.log import setup_logging
 from shardtune.training.expert_balance import ExpertBalance, balance
@@ -69,8 +69,8 @@ def routed(path: Path, records: list[Any]) -> dict[str, list[int]]:
 
 @pytest.mark.full
 def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
-    models: dict[str, Path], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+    models, tokenizer, tmp_path
+):
     """Layers that are computed again and evaluations count nothing; a line is logged and metrics
     are written every second step."""
 
@@ -113,14 +113,14 @@ def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
         assert not any(re.search("Step.*Loss", line) for line in lines)
 
 
-def test_imbalance_is_that_of_the_worst_group() -> None:
+def test_imbalance_is_that_of_the_worst_group():
     """Two groups of two ranks with two experts each."""
     values = balance("experts", np.array([[1, 1, 1, 1], [4, 2, 0, 2]]), degree=2)
     assert values["tokens"] == [5, 3, 1, 3]
     assert values["rank_imbalance"] == pytest.approx(6 / 4)
 
 
-def test_a_dense_model_has_no_counts_of_experts_and_they_are_on_its_device() -> None:
+def test_a_dense_model_has_no_counts_of_experts_and_they_are_on_its_device():
     """They are gathered with the other numbers of a step; here the device is `meta`."""
     world = replace(world_of(0, 1, dist.HashStore()), device=torch.device("meta"))
     dense: Any = torch.nn.Linear(1, 1)
@@ -134,7 +134,7 @@ def ended(number: int, expert_tokens: np.ndarray) -> Any:
     return StepEnded(cast(Any, SimpleNamespace(number=number)), cast(Any, stats), 0, 0, {}, False)
 
 
-def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expert_that_starves_is_named_once(capsys):
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -135,11 +135,8 @@ def check(
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.full)])
 def test_each_architecture_trains_on_one_mesh_and_resumes_on_another(
-    cases: list[Case],
-    models: Callable[[str], Path],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+    cases, models, tokenizer, tmp_path
+):
     check(cases, models, tokenizer, tmp_path)
 
 
@@ -152,8 +149,8 @@ def test_each_architecture_trains_on_one_mesh_and_resumes_on_another(
     ],
 )
 def test_a_resume_on_the_same_mesh_repeats_every_bit_and_random_weights_know_no_mesh(
-    stored: tuple[str, ...], models: Callable[[str], Path], tmp_path: Path
-) -> None:
+    stored, models, tmp_path
+):
     """The best weights, gathered from uneven slices, are the final ones."""
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     mesh = Mesh(4, 2)  # twelve experts in slices of three
@@ -186,9 +183,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_degrees_that_cannot_be_are_refused_with_those_that_can(
-    models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_degrees_that_cannot_be_are_refused_with_those_that_can(models, tmp_path):
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
 
     def refusal(ranks: int, *more: str) -> list[str]:
@@ -213,12 +208,7 @@ def test_degrees_that_cannot_be_are_refused_with_those_that_can(
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_compiled_layers_exchange_tokens(
-    checkpointing: str,
-    models: Callable[[str], Path],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_compiled_layers_exchange_tokens(checkpointing, models, tokenizer, tmp_path):
     cases = [
         ("glm4_moe", Mesh(2, 2), Mesh(4, 2), f"model.activation_checkpointing={checkpointing}")
     ]
@@ -241,9 +231,7 @@ def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_compiled_layers_break_at_attention_and_spread_experts_alone(
-    models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_compiled_layers_break_at_attention_and_spread_experts_alone(models, tmp_path):
     """In GLM's layers these are the experts of a router and those that run while tokens travel."""
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     (tmp_path / "config.yaml").touch()
@@ -265,13 +253,7 @@ def test_compiled_layers_break_at_attention_and_spread_experts_alone(
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_losses_are_exact_on_every_mesh_of_experts(
-    family: str,
-    mesh: Mesh,
-    models: Callable[[str], Path],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_losses_are_exact_on_every_mesh_of_experts(family, mesh, models, tokenizer, tmp_path):
     """Each goes on where the mesh before it in the list has saved."""
     before = MESHES[MESHES.index(mesh) - 1]
     is_packed = family != "gpt_oss" and max(mesh.ranks, before.ranks) < 16  # eight rows
@@ -329,6 +311,6 @@ def exchange() -> None:
     torch.testing.assert_close(experts.stack.grad, of_stack)
 
 
-def test_idle_ranks_and_choices_of_no_expert_are_exchanged(tmp_path: Path) -> None:
+def test_idle_ranks_and_choices_of_no_expert_are_exchanged(tmp_path):
     """A rank without tokens takes part, and its experts have gradients of zero."""
     finish(on_ranks(2, exchange, cwd=tmp_path))

@@ -70,12 +70,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 1), ("glm", 2)])
-def test_a_run_that_learns_nothing_exports_its_source(
-    name: str,
-    ranks: int,
-    folder: Path,
-    sources: dict[str, Path],
-) -> None:
+def test_a_run_that_learns_nothing_exports_its_source(name, ranks, folder, sources):
     source, out = sources[name], folder / "runs/config/model"
     finish(train(ranks, *STILL, f"model.path={source}", cwd=folder))
     before, after = (load_file(path / "model.safetensors") for path in (source, out))
@@ -94,9 +89,7 @@ def test_a_run_that_learns_nothing_exports_its_source(
         assert {key: new.get(key) for key in old} == old, file
 
 
-def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(
-    folder: Path, models: dict[str, Path]
-) -> None:
+def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(folder, models):
     """Whoever linked might have meant a secret of whoever publishes the model."""
     (folder / "own.jinja").write_text(TEMPLATE.replace("T", "t") + " ", encoding="utf-8")
     source = Path(shutil.copytree(models["llama"], folder / "source"))
@@ -113,9 +106,7 @@ def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(
     assert not [*folder.glob("runs/**/tokenizer_notes.txt")]
 
 
-def test_a_model_without_a_generation_config_is_exported_without_one(
-    folder: Path, models: dict[str, Path]
-) -> None:
+def test_a_model_without_a_generation_config_is_exported_without_one(folder, models):
     source = Path(shutil.copytree(models["llama"], folder / "source"))
     (source / "generation_config.json").unlink()
     assert train(1, *STILL, "model.path=source", cwd=folder).returncode == 0
@@ -128,9 +119,7 @@ def test_a_model_without_a_generation_config_is_exported_without_one(
     )
 
 
-def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(
-    folder: Path, models: dict[str, Path]
-) -> None:
+def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(folder, models):
     """And of an export that was interrupted nothing stays."""
     moving = (
         "data.train=train.jsonl",
@@ -198,9 +187,7 @@ def exported(checkpoint_dir: Path, out: Path, *options: str) -> Path:
         for ranks in (1, 2, 3)
     ],
 )
-def test_export_makes_the_runs_own_model(
-    name: str, ranks: int, runs: Runs, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_export_makes_the_runs_own_model(name, ranks, runs, tmp_path, models):
     out = exported(checkpoint(runs(name, ranks), 2), tmp_path / "out")
     assert digests(out) == digests(runs(name, ranks) / "model")
     written, source = (load_file(folder / "model.safetensors") for folder in (out, models[name]))
@@ -211,7 +198,7 @@ def test_export_makes_the_runs_own_model(
     assert ("model.layers.2.mlp.experts.5.down_proj.weight" in written) == (name == "glm")
 
 
-def test_a_checkpoint_is_enough_by_itself(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_checkpoint_is_enough_by_itself(tmp_path, models):
     folder = write_inputs(tmp_path / "run_folder", models["glm"])
     assert train(2, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder).returncode == 0
     kept = digests(folder / "run/model")
@@ -228,9 +215,7 @@ def run_script_with_small_files(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_a_large_model_is_in_several_files(
-    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_is_in_several_files(tmp_path, models, monkeypatch):
     """The run, in which two ranks share them, and the command, write the same."""
     write_inputs(tmp_path, models["glm"])
     arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=1"]
@@ -284,7 +269,7 @@ def export_and_die(source: str, out: str, after_parts: int) -> None:
 @pytest.mark.parametrize(
     "after_parts", [20, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 61))]
 )
-def test_an_export_is_whole_or_not_there(after_parts: int, tmp_path: Path, runs: Runs) -> None:
+def test_an_export_is_whole_or_not_there(after_parts, tmp_path, runs):
     source, out = checkpoint(runs("glm", 2), 2), tmp_path / "out"
     killed = on_ranks(1, export_and_die, str(source), str(out), after_parts, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -303,7 +288,7 @@ def export_until_a_signal(source: str, out: str) -> None:
     runpy.run_module("shardtune.__main__", run_name="__main__")
 
 
-def test_an_export_that_is_ended_says_so_and_leaves_nothing(tmp_path: Path, runs: Runs) -> None:
+def test_an_export_that_is_ended_says_so_and_leaves_nothing(tmp_path, runs):
     source = str(checkpoint(runs("glm", 2), 2))
     (exports := tmp_path / "exports").mkdir()
     ended = on_ranks(1, export_until_a_signal, source, str(exports / "out"), cwd=tmp_path)
@@ -341,7 +326,7 @@ def export_and_measure(source: str, out: str) -> None:
 
 
 @pytest.mark.full
-def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_export_needs_memory_for_one_tensor(tmp_path, models):
     """Of 24 layers of seven tensors of at most half a MiB, in halves on two ranks."""
     shape = {
         "hidden_size": 256,

@@ -31,8 +31,8 @@ def run_on(kilobytes: int, folder: Path, *settings: str) -> subprocess.Completed
 
 @needs_namespaces
 def test_a_save_that_finds_the_disk_full_is_said_with_each_step_and_leaves_nothing(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+    models, tmp_path
+):
     """The run starts although its plan says that the disk is too small."""
     saving_inputs(tmp_path, models["llama"])
     settings = ["train.max_steps=2", "checkpoint.mode=sync", "run.ignore_plan=true"]
@@ -51,9 +51,7 @@ def test_a_save_that_finds_the_disk_full_is_said_with_each_step_and_leaves_nothi
 
 @pytest.mark.full
 @needs_namespaces
-def test_a_disk_without_room_for_a_checkpoint_is_refused_before_weights_are_read(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_weights_are_read(models, tmp_path):
     saving_inputs(tmp_path, models["llama"])
     done = run_on(200, tmp_path, "train.max_steps=2")
     assert done.returncode == 2

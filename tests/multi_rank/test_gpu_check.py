@@ -56,9 +56,7 @@ def _own_signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(tmp_path, monkeypatch, capsys):
     checks = [Check("gone", "nowhere.at_all", 9), CHECKS[0], Check("long", "nowhere.at_all", 999)]
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path)])
@@ -79,9 +77,7 @@ def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(
         gpu_check.main()
 
 
-def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(monkeypatch):
     versions = {"torch": "2.5.1+cu124", "transformers": "4.57.1"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[name])
     with pytest.raises(Skipped) as skipped:
@@ -94,7 +90,7 @@ def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(
         child.require_project()
 
 
-def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_first() -> None:
+def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_first():
     assert sum(check.seconds for check in FIRST) <= LIMIT_S < 9 * 60
     more = list(accumulate(check.seconds for check in (DEVICE, *SECOND)))
     assert more[[check.name for check in SECOND].index("memory-lora") + 1] <= LIMIT_S
@@ -106,7 +102,7 @@ def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_
     assert [n for n in names if f"`{n}`" not in page] == [], "not in the table of the docs"
 
 
-def test_a_signal_ends_the_check_that_runs(tmp_path: Path) -> None:
+def test_a_signal_ends_the_check_that_runs(tmp_path):
     """A check has a session of its own, and would go on holding the GPU."""
     names = tmp_path / "checks.py"
     names.write_text(
@@ -141,9 +137,7 @@ def test_a_signal_ends_the_check_that_runs(tmp_path: Path) -> None:
         os.kill(check, 0)
 
 
-def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(tmp_path, monkeypatch):
     published = device.published_rate("NVIDIA H100 80GB HBM3")
     assert published == 989e12 and device.slowness(0.71 * published, published) is None
     assert device.slowness(1.0, device.published_rate("a GPU")) is None
@@ -167,7 +161,7 @@ def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(
     assert "| ceiling | skipped | 0 | no figure is believed: device failed |" in text
 
 
-def test_memory_of_other_processes_is_named_beside_a_context_of_this_one() -> None:
+def test_memory_of_other_processes_is_named_beside_a_context_of_this_one():
     assert device.held_by_others(int(1e9)) is None
     assert device.held_by_others(int(20e9)) == (
         "other processes hold 20.0 GB of the GPU - end them (nvidia-smi)"
@@ -175,8 +169,8 @@ def test_memory_of_other_processes_is_named_beside_a_context_of_this_one() -> No
 
 
 def test_results_stay_beside_those_of_other_checks_and_a_limit_holds_for_chosen_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     def run(check: Check, *_: Any) -> dict[str, Any]:
         if check.name == "losses":
             raise KeyboardInterrupt
@@ -206,7 +200,7 @@ def test_results_stay_beside_those_of_other_checks_and_a_limit_holds_for_chosen_
         gpu_check.main()
 
 
-def test_kernels_of_two_streams_keep_the_gpu_busy_once(tmp_path: Path) -> None:
+def test_kernels_of_two_streams_keep_the_gpu_busy_once(tmp_path):
     """In microseconds: gaps of 50 and 5, the second behind the longer of two kernels."""
     spans = [("a", 0, 60), ("b", 40, 60), ("b", 150, 110), ("a", 160, 30), ("a", 265, 5)]
     events = [{"cat": "kernel", "name": n, "ts": t, "dur": d} for n, t, d in spans]
@@ -227,7 +221,7 @@ def test_kernels_of_two_streams_keep_the_gpu_busy_once(tmp_path: Path) -> None:
     assert [row["ms"] for row in top] == [pytest.approx(0.170), pytest.approx(0.095)]
 
 
-def test_the_settings_whose_speed_is_measured_are_those_of_config_yaml() -> None:
+def test_the_settings_whose_speed_is_measured_are_those_of_config_yaml():
     shipped = yaml.safe_load((REPOSITORY / "config.yaml").read_text(encoding="utf-8"))
     for assignment in SETTINGS:
         key, _, value = assignment.partition("=")
@@ -235,7 +229,7 @@ def test_the_settings_whose_speed_is_measured_are_those_of_config_yaml() -> None
         assert shipped[section][name] == value
 
 
-def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path: Path) -> None:
+def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path):
     card = yaml.safe_load(PRETENDED.read_text(encoding="utf-8"))
     loss, card["eager"]["losses"][0] = card["eager"]["losses"][0], 9.5
     write_card(tmp_path, card)
@@ -245,7 +239,7 @@ def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path: Path) ->
 
 
 @needs_compiler
-def test_a_check_of_each_kind_passes_on_a_pretended_gpu(tmp_path: Path) -> None:
+def test_a_check_of_each_kind_passes_on_a_pretended_gpu(tmp_path):
     """Tests on pretended GPUs hold what the others check."""
     names = ["device", "experts", "optimizer", "losses", "speed-llama3-8b-lora", "ceiling"]
     on_ranks(1, check_in_forks, tmp_path, names, cwd=tmp_path, timeout_s=400)
@@ -256,7 +250,7 @@ def test_a_check_of_each_kind_passes_on_a_pretended_gpu(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @needs_compiler
-def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path: Path) -> None:
+def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path):
     """The CPU build lacks Triton, and this environment TRL.
 
     Each process of a check is a fork, which spares the seconds of its imports.
@@ -319,7 +313,7 @@ def plan_in_fork(*given: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @needs_compiler
-def test_checks_of_two_gpus_pass_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_checks_of_two_gpus_pass_in_processes_of_their_own(tmp_path):
     names = ["device", "speed-llama3-8b-lora", "losses", "two-gpus"]
     command = [sys.executable, "-m", "tests.pretend_gpu", "--gpus", "2"]
     command += [sys.executable, "-m", "distTest.gpu_check", "--tiny", "--only", *names]

@@ -64,13 +64,8 @@ A, B = "a" * 40, "b" * 40
     ],
 )
 def test_nodes_must_have_the_same_revision_and_its_weights(
-    revision: str,
-    without: str,
-    options: list[str],
-    message: str,
-    models: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+    revision, without, options, message, models, tmp_path
+):
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
         node.mkdir()
@@ -88,9 +83,7 @@ def test_nodes_must_have_the_same_revision_and_its_weights(
         assert re.match(f"ERROR: {message.format(*names)}", last), last
 
 
-def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(models, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", chats(20))
     (tmp_path / "config.yaml").touch()
     cache(models["llama"], tmp_path, A, "*.safetensors")
@@ -103,9 +96,7 @@ def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(
     assert last.startswith("ERROR: opt lets a packed document see the one before it (the logits")
 
 
-def test_names_that_fit_nothing_are_refused_before_the_weights_are_fetched(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_names_that_fit_nothing_are_refused_before_the_weights_are_fetched(models, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", chats(20))
     (tmp_path / "config.yaml").touch()
     cache(models["glm"], tmp_path, A, "*.safetensors")

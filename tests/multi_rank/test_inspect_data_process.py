@@ -2,13 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
 from helpers.commands import REPOSITORY, completed
 from helpers.data_run import chat, save_model, write
 
 
-def test_inspect_data_ends_quietly_when_its_reader_leaves(tmp_path: Path) -> None:
+def test_inspect_data_ends_quietly_when_its_reader_leaves(tmp_path):
     save_model(tmp_path / "model")
     train = write(tmp_path / "many.jsonl", [chat(f"number {i}") for i in range(3000)])
     config = tmp_path / "run.yaml"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from helpers.moe_families import build
 from helpers.plain_training import save_new_model, settings
 from helpers.ranks import each_in_turn, on_ranks
 from helpers.small_runs import steps_of
-from transformers import PreTrainedTokenizerFast
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 RANKS, EXPERTS, EQUAL = 2, 12, 3  # of each kind of router's rows, of which two are chosen
@@ -56,8 +54,8 @@ def tie(model: Any) -> None:
 
 @pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.full)])
 def test_ties_that_flip_where_layers_are_computed_again_change_nothing(
-    compiled: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+    compiled, tokenizer, tmp_path
+):
     save_new_model(lambda: build("glm4_moe"), tokenizer, tmp_path / "model", tie)
     data = write_jsonl(tmp_path / "train.jsonl", chats(12))
     kinds = ["none", "full", "selective", "offload"]

@@ -107,7 +107,7 @@ def compare_loaded(config: Config) -> None:
         "falcon_h1",  # fills the buffers of other modules
     ],
 )
-def test_every_tensor_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+def test_every_tensor_is_that_of_transformers(family, tmp_path):
     build(family).save_pretrained(tmp_path / "model")
     config = config_for(tmp_path / "model", tmp_path, "model.compute_dtype=float32")
     finish(on_ranks(2, compare_loaded, config, cwd=tmp_path))
@@ -127,8 +127,8 @@ SMALL, LARGE = Shape(40_000, 512, 2, 6), Shape(32_000, 2048, 5, 32)
     ],
 )
 def test_each_byte_is_read_once_per_copy_into_memory_that_is_kept(
-    shape: Shape, ranks: int, replicate: int, expert: int, models: dict[str, Path], tmp_path: Path
-) -> None:
+    shape, ranks, replicate, expert, models, tmp_path
+):
     model = save_glm(tmp_path / "model", shape)
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     parallel = [f"parallel.replicate={replicate}", f"parallel.expert={expert}"]

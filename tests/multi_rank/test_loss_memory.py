@@ -21,7 +21,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 
 
 @pytest.mark.full
-def test_head_and_loss_take_a_fraction_of_the_memory_of_plain_logits() -> None:
+def test_head_and_loss_take_a_fraction_of_the_memory_of_plain_logits():
     """The plain way holds at least the logits and their gradient, in float32."""
     tokens, width, vocabulary = 2048, 32, 151_552
     said = finish(

@@ -130,7 +130,7 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
     }
 
 
-def test_equal_gradients_give_the_same_bits_on_every_mesh(tmp_path: Path) -> None:
+def test_equal_gradients_give_the_same_bits_on_every_mesh(tmp_path):
     finish(on_ranks(4, update_on_meshes, tmp_path / "seen", cwd=tmp_path))
     problems, n_outcomes, names = json.loads((tmp_path / "seen").read_text(encoding="utf-8"))
     assert problems == [] and n_outcomes == 12
@@ -144,9 +144,7 @@ def run_without_room(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_micro_batches_are_added_up_in_float32(
-    room: bool, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_micro_batches_are_added_up_in_float32(room, models, tmp_path):
     """The norm of 8 micro-batches is that of float32 masters with the same bfloat16 weights.
 
     Sums in bfloat16 are off by 1e-3. Two replicas without room add up in each micro-batch.
@@ -179,9 +177,7 @@ def test_micro_batches_are_added_up_in_float32(
         (4, (BFLOAT16, EIGHT_BITS, "parallel.replicate=2", "parallel.expert=2")),
     ],
 )
-def test_a_killed_run_resumes_to_the_bit(
-    ranks: int, more: tuple[str, ...], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_to_the_bit(ranks, more, models, tmp_path):
     given = (*SETTINGS, *CONSTANT, *more, "train.max_steps=4", "checkpoint.every_steps=2")
     given = (*given, "checkpoint.mode=sync")  # else the kill may come before the commit
     for folder in ("whole", "killed"):
@@ -195,7 +191,7 @@ def test_a_killed_run_resumes_to_the_bit(
     assert digests(checkpoint(killed, 4), "rank_*") == digests(checkpoint(whole, 4), "rank_*")
 
 
-def test_a_checkpoint_resumes_on_another_mesh(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_mesh(models, tmp_path):
     """The codes and scales are cut anew: from 2 ranks to 3, with the losses of one that stayed."""
     given = (*SETTINGS, *CONSTANT, BFLOAT16, EIGHT_BITS, "train.gradient_accumulation_steps=6")
     write_inputs(tmp_path, models["glm"])
@@ -248,8 +244,8 @@ def measure_bytes(config: Config, out: Path) -> None:
     [((), 4, 8), ((BFLOAT16,), 2, 4), ((BFLOAT16, EIGHT_BITS), 2, 2)],
 )
 def test_the_states_of_each_rank_take_the_bytes_that_the_log_says(
-    more: tuple[str, ...], weight: int, moments: int, models: dict[str, Path], tmp_path: Path
-) -> None:
+    more, weight, moments, models, tmp_path
+):
     config = config_for(models["qwen3"], tmp_path, "model.compute_dtype=float32", *more)
     finish(on_ranks(2, measure_bytes, config, tmp_path / "seen", cwd=tmp_path))
     for rank in range(2):
@@ -263,7 +259,7 @@ def test_the_states_of_each_rank_take_the_bytes_that_the_log_says(
         assert moment_bytes == pytest.approx(moments * elements, rel=0.02 if moments == 2 else 0)
 
 
-def test_shards_that_cut_blocks_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_shards_that_cut_blocks_are_refused(models, tmp_path):
     """6 experts on 4 ranks are divided by their 32 columns. No record is read before."""
     data = write_jsonl(tmp_path / "train.jsonl", [{"broken": True}])
     given = (f"model.path={models['glm']}", f"data.train={data}", f"run.dir={tmp_path / 'run'}")
@@ -277,9 +273,7 @@ def test_shards_that_cut_blocks_are_refused(models: dict[str, Path], tmp_path: P
     require_error_line(line)
 
 
-def test_a_router_that_is_float32_by_its_class_has_masters_of_the_asked_dtype(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_router_that_is_float32_by_its_class_has_masters_of_the_asked_dtype(tokenizer, tmp_path):
     """FSDP2 refuses a group whose trained weights have several dtypes."""
     ernie = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
     model = save_new_model(

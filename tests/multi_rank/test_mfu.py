@@ -38,7 +38,7 @@ def run_steps(
     return said, read_metrics(folder / "runs/config", "step")
 
 
-def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_run_says_its_mfu(tmp_path, models):
     said, steps = run_steps(models["glm"], tmp_path, 2)
     (peak,) = re.findall(
         r"^MFU counts model FLOPs against (\S+) TFLOP/s \(measured on .* float32\) x 2 \(ranks\)$",
@@ -65,7 +65,7 @@ def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
     assert f"tok/s | MFU {mean:.1%} | {steps[-1]['memory_bytes'] / 1e9:.1f} GB | ETA" in line
 
 
-def test_a_run_without_mfu_says_so_once(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_run_without_mfu_says_so_once(tmp_path, models):
     packing_families.build("deepseek_v4").save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "model" / name).write_bytes((models["llama"] / name).read_bytes())

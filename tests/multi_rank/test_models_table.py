@@ -34,14 +34,14 @@ WITH_STATE = {"linear_attention", "hybrid", "hybrid_sliding", "conv"}  # kinds o
 NUMBERS = {"loss off": 2e-6, "gradients off": 1e-5}
 
 
-def test_the_page_has_the_rows_that_were_found() -> None:
+def test_the_page_has_the_rows_that_were_found():
     text = PAGE.read_text(encoding="utf-8")
     assert list(FOUND) == architectures()
     assert with_counts(text, FOUND, TRAINED) == text
     assert as_csv(FOUND, TRAINED) == TABLE.read_text(encoding="utf-8")
 
 
-def test_most_rows_are_flat_and_all_are_exact() -> None:
+def test_most_rows_are_flat_and_all_are_exact():
     flat = [kind for kind, row in TRIED.items() if row["rows"] == "flat"]
     assert len(flat) >= 0.75 * len(TRIED) and not any("fails" in row for row in FOUND.values())
     for kind, row in TRIED.items():
@@ -70,7 +70,7 @@ _TOGETHER = 20
         ),
     ],
 )
-def test_runs_are_exact_on_one_rank_on_two_and_in_stages(given: dict[str, list[str]]) -> None:
+def test_runs_are_exact_on_one_rank_on_two_and_in_stages(given):
     done = subprocess.run(
         [sys.executable, "-c", _TRAIN, json.dumps(given)],
         cwd=REPOSITORY,
@@ -83,7 +83,7 @@ def test_runs_are_exact_on_one_rank_on_two_and_in_stages(given: dict[str, list[s
         require_exact(kind, trained[kind], names)
 
 
-def test_a_distance_that_is_no_number_is_not_small() -> None:
+def test_a_distance_that_is_no_number_is_not_small():
     off = relative(([1.0, math.nan], [1.0, 1.0]), ([1.0, 1.0], [1.0, 2.0]))
     assert math.isnan(off["loss"]) and off["norm"] == 0.5
 
@@ -112,7 +112,7 @@ def require_exact(kind: str, runs: dict[str, Any], names: list[str]) -> None:
         ),
     ],
 )
-def test_a_row_is_what_the_code_does(kind: str) -> None:
+def test_a_row_is_what_the_code_does(kind):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a fork has no other threads
     try:

@@ -22,7 +22,7 @@ from helpers.plain_training import (
 from helpers.ranks import on_ranks, run_script, train
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoModelForImageTextToText
 
 from shardtune.model import load, text_model
 
@@ -49,9 +49,7 @@ NOT_OF_TEXT = re.compile(r"(^|\.)(mtp|visual|vision|vit|multi_modal|mm_|embed_vi
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)
-def test_its_text_is_trained_exactly_and_the_rest_is_copied(
-    family: str, options: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_its_text_is_trained_exactly_and_the_rest_is_copied(family, options, tokenizer, tmp_path):
     source = save_seeing_model(family, tokenizer, tmp_path / "source")
     records = uneven_chats()[:8]
     data = write_jsonl(tmp_path / "train.jsonl", records)
@@ -98,9 +96,7 @@ def test_its_text_is_trained_exactly_and_the_rest_is_copied(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe", "qwen3_vl_moe"])
-def test_its_adapters_open_with_peft_on_the_class_of_the_source(
-    family: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_its_adapters_open_with_peft_on_the_class_of_the_source(family, tokenizer, tmp_path):
     source = save_seeing_model(family, tokenizer, tmp_path / "source")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:8])
     given = settings(source, data, tmp_path / "run", "train.max_steps=2", "lora.rank=2")
@@ -121,9 +117,7 @@ def test_its_adapters_open_with_peft_on_the_class_of_the_source(
 
 
 @pytest.mark.full
-def test_a_checkpoint_that_holds_a_tower_resumes_without_it(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_holds_a_tower_resumes_without_it(tokenizer, tmp_path):
     """Earlier versions trained Gemma 3 with its tower, which got no gradient."""
     source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:8])

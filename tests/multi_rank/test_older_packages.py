@@ -54,9 +54,7 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 
 @pytest.mark.full
-def test_experts_train_where_they_are_and_json_lines_need_no_datasets(
-    folder: Path, older: dict[str, str]
-) -> None:
+def test_experts_train_where_they_are_and_json_lines_need_no_datasets(folder, older):
     assignments = [*RUN, "train.max_steps=2", "checkpoint.every_steps=1"]
     for name, env in (("older", older), ("pinned", {})):
         done = launch(0, *assignments, f"run.dir={name}", cwd=folder, env=env)
@@ -71,7 +69,7 @@ def test_experts_train_where_they_are_and_json_lines_need_no_datasets(
     assert old == new and len(old) == 2
 
 
-def test_more_ranks_for_experts_are_refused_by_name(folder: Path, older: dict[str, str]) -> None:
+def test_more_ranks_for_experts_are_refused_by_name(folder, older):
     more = [*RUN, "parallel.expert=2"]
     done = launch(2, *more, cwd=folder, env=older)
     assert [line for line in done.stderr.splitlines() if "ERROR" in line[:5]] == [REFUSAL]
@@ -88,7 +86,7 @@ def test_more_ranks_for_experts_are_refused_by_name(folder: Path, older: dict[st
         assert re.sub(r"node 0 \(\S+\): ", "", done.stderr.splitlines()[-1]) == REFUSAL
 
 
-def test_data_that_needs_datasets_is_refused_by_name(folder: Path, older: dict[str, str]) -> None:
+def test_data_that_needs_datasets_is_refused_by_name(folder, older):
     (folder / "saved").mkdir()
     (folder / "saved/state.json").write_text("{}", encoding="utf-8")
     command = [sys.executable, "-m", "shardtune", "inspect-data", *RUN]

@@ -46,7 +46,7 @@ def _installed() -> None:
 
 
 @pytest.mark.full
-def test_another_engine_runs_the_exported_demo(tmp_path: Path) -> None:
+def test_another_engine_runs_the_exported_demo(tmp_path):
     """After two of its steps, from a model that is fetched anew."""
     examples = REPOSITORY / "examples"
     fetch = [sys.executable, str(examples / "fetch_model.py"), str(tmp_path / "source")]
@@ -65,9 +65,7 @@ def test_another_engine_runs_the_exported_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_another_engine_runs_a_mixture_of_experts_with_an_extra_layer(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_another_engine_runs_a_mixture_of_experts_with_an_extra_layer(tmp_path, models):
     publish(models["glm"], tmp_path / "source")
     write_jsonl(tmp_path / "train.jsonl", chats(20))
     finish(train(2, *SETTINGS, cwd=tmp_path))

@@ -47,9 +47,7 @@ def run_in_little_memory(since: str, arguments: list[str]) -> None:
     ("since", "place"),
     [("trial", "loading the model"), ("step", r"step 2 \(forward and backward\)")],
 )
-def test_a_run_out_of_memory_names_the_keys_that_shrink_it(
-    since: str, place: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_out_of_memory_names_the_keys_that_shrink_it(since, place, models, tmp_path):
     """Scores of four heads over 2048 tokens take 67 MB."""
     data = write_jsonl(tmp_path / "train.jsonl", 20 * uneven_chats())
     more = [
@@ -87,9 +85,7 @@ def run_in_less_than_the_weights(arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(models, tmp_path):
     """A file of more than 100 MB."""
     wide = AutoConfig.from_pretrained(
         models["llama"], intermediate_size=1 << 16, num_hidden_layers=4

@@ -76,9 +76,7 @@ def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) ->
     ), run_dir
 
 
-def test_a_resumed_run_decides_on_resharding_anew_where_it_must(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_resumed_run_decides_on_resharding_anew_where_it_must(sharp, tmp_path):
     """With one micro-batch a step there was nothing to decide about gradients."""
     said, _ = run(
         sharp["llama"], tmp_path, 2, "train.gradient_accumulation_steps=1", "train.max_steps=1"
@@ -88,9 +86,7 @@ def test_a_resumed_run_decides_on_resharding_anew_where_it_must(
     assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
 
 
-def test_the_decision_on_resharding_is_said_with_its_bytes(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_decision_on_resharding_is_said_with_its_bytes(sharp, tmp_path):
     """Whole gradients stay whole after a resume, where there is no room left for anything."""
     first, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=1")
     assert re.search(
@@ -127,13 +123,8 @@ def check(run_dir: Path, expected: Trained) -> None:
     ],
 )
 def test_replicas_and_reductions_equal_plain_pytorch(
-    family: str,
-    replicate: int,
-    room: bool,
-    sharp: dict[str, Path],
-    expected: dict[str, Trained],
-    tmp_path: Path,
-) -> None:
+    family, replicate, room, sharp, expected, tmp_path
+):
     said, run_dir = run(sharp[family], tmp_path, 4, f"parallel.replicate={replicate}", room=room)
     made = "whole on each rank, copied" if replicate == 4 else "gathered"
     when = "once a step" if room else "in each forward and each backward"
@@ -146,9 +137,7 @@ def test_replicas_and_reductions_equal_plain_pytorch(
 
 
 @pytest.mark.full
-def test_a_checkpoint_resumes_on_another_number_of_replicas(
-    sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
-) -> None:
+def test_a_checkpoint_resumes_on_another_number_of_replicas(sharp, expected, tmp_path):
     """Down to one rank's disk: 4 = 1 x 4, then 4 = 2 x 2, then 2 = 2 x 1, then one."""
     for steps, ranks, replicate in ((1, 4, 1), (2, 4, 2), (3, 2, 2), (4, 1, 1)):
         more = [f"train.max_steps={steps}", f"parallel.replicate={replicate}", "checkpoint.keep=9"]
@@ -196,9 +185,7 @@ def on_one_rank(
     return said, [part.count("A copy") for part in step_parts[:-1]], steps
 
 
-def test_a_world_of_one_copies_its_weights_once_a_step(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_world_of_one_copies_its_weights_once_a_step(sharp, tmp_path):
     """Without room, in each forward and backward, with the same numbers to the last bit."""
     given = sharp["llama"], tmp_path
     _, once, expected = on_one_rank(*given, "once", BFLOAT16)
@@ -230,14 +217,8 @@ def test_a_world_of_one_copies_its_weights_once_a_step(
     ],
 )
 def test_a_world_of_one_copies_no_weight_that_is_stored_as_it_computes(
-    family: str,
-    more: list[str],
-    copies: int,
-    words: str,
-    sharp: dict[str, Path],
-    expected: dict[str, Trained],
-    tmp_path: Path,
-) -> None:
+    family, more, copies, words, sharp, expected, tmp_path
+):
     """The numbers are those of copied ones, and the checkpoint, to the last bit."""
     given = sharp[family], tmp_path
     said, copies_by_step, steps = on_one_rank(*given, "held", *more)
@@ -252,9 +233,7 @@ def test_a_world_of_one_copies_no_weight_that_is_stored_as_it_computes(
         check(tmp_path / "held", expected["llama"])
 
 
-def test_groups_that_have_room_are_gathered_once_a_step(
-    sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
-) -> None:
+def test_groups_that_have_room_are_gathered_once_a_step(sharp, expected, tmp_path):
     """These are what stands around the layers, and one layer."""
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     more = ["train.epochs=4", "train.gradient_accumulation_steps=4", "parallel.expert=2"]
@@ -274,9 +253,7 @@ def test_groups_that_have_room_are_gathered_once_a_step(
     check(tmp_path / "run", expected["glm"])
 
 
-def test_replicas_that_do_not_divide_the_ranks_are_refused(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     given = settings(
         sharp["llama"], tmp_path / "train.jsonl", tmp_path / "run", "parallel.replicate=3"
@@ -291,9 +268,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(
 
 
 @pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.full), "selective"])
-def test_layers_computed_again_change_no_number(
-    how: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
-) -> None:
+def test_layers_computed_again_change_no_number(how, sharp, expected, tmp_path):
     _, run_dir = run(sharp["glm"], tmp_path, 2, f"model.activation_checkpointing={how}")
     check(run_dir, expected["glm"])
 
@@ -302,12 +277,8 @@ def test_layers_computed_again_change_no_number(
 @pytest.mark.parametrize("family", ["llama", "glm"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_compiled_layers_are_compiled_and_change_no_number(
-    family: str,
-    checkpointing: str,
-    sharp: dict[str, Path],
-    expected: dict[str, Trained],
-    tmp_path: Path,
-) -> None:
+    family, checkpointing, sharp, expected, tmp_path
+):
     more = ["model.compile=true", f"model.activation_checkpointing={checkpointing}"]
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
     (tmp_path / "config.yaml").touch()
@@ -339,7 +310,7 @@ def train_and_count_operations(arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_a_compile_that_fails_names_the_layer(sharp: dict[str, Path], tmp_path: Path) -> None:
+def test_a_compile_that_fails_names_the_layer(sharp, tmp_path):
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     given = settings(sharp["llama"], data, tmp_path / "run", "model.compile=true")
     (tmp_path / "config.yaml").touch()

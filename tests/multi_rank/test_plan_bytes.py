@@ -136,8 +136,8 @@ def take_a_step(family: str, assignments: list[str], policy: list[int]) -> None:
 
 @pytest.mark.parametrize(("ranks", "family", "assignments", "memory_bytes"), CASES)
 def test_a_rank_holds_and_sends_the_bytes_of_its_plan(
-    ranks: int, family: str, assignments: list[str], memory_bytes: float, tmp_path: Path
-) -> None:
+    ranks, family, assignments, memory_bytes, tmp_path
+):
     config, model_config = configured(assignments), small(family)
     machine = Machine(1, ranks, memory_bytes, 1, 1, 1, is_gpu=False)
     plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))

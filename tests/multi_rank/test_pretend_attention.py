@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,5 +37,5 @@ def attend_in_float32() -> None:
 
 @needs_compiler
 @pytest.mark.full
-def test_float32_on_a_pretended_gpu_repeats_the_keys_of_grouped_heads(tmp_path: Path) -> None:
+def test_float32_on_a_pretended_gpu_repeats_the_keys_of_grouped_heads(tmp_path):
     finish(on_gpus(1, attend_in_float32, cwd=tmp_path))

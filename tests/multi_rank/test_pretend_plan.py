@@ -50,8 +50,8 @@ CASES = [
 @needs_compiler
 @pytest.mark.parametrize(("name", "nodes", "gb", "assignments"), CASES)
 def test_a_plan_is_within_two_percent_of_what_a_pretended_gpu_allocates(
-    name: str, nodes: int, gb: float, assignments: list[str], tmp_path: Path
-) -> None:
+    name, nodes, gb, assignments, tmp_path
+):
     (tmp_path / "config.yaml").touch()
     given = [*BASE, "data.max_length=4096", *assignments]
     compare(tmp_path / "config.yaml", CONFIGS / name, nodes, gb, given)
@@ -59,9 +59,7 @@ def test_a_plan_is_within_two_percent_of_what_a_pretended_gpu_allocates(
 
 @pytest.mark.full
 @needs_compiler
-def test_the_plan_of_one_gpu_with_states_in_host_memory_is_what_it_allocates(
-    tmp_path: Path,
-) -> None:
+def test_the_plan_of_one_gpu_with_states_in_host_memory_is_what_it_allocates(tmp_path):
     (tmp_path / "config.yaml").touch()
     given = [*BASE, "data.max_length=4096", FULL, HOST]
     compare(tmp_path / "config.yaml", CONFIGS / "llama-3-8b", 1, 40, given, ranks=1)
@@ -79,7 +77,7 @@ def test_the_plan_of_one_gpu_with_states_in_host_memory_is_what_it_allocates(
         ),
     ],
 )
-def test_one_gpu_holds_its_weights_once(assignments: list[str], tmp_path: Path) -> None:
+def test_one_gpu_holds_its_weights_once(assignments, tmp_path):
     """With two layers, whose weights are most of what it holds."""
     model_config = AutoConfig.from_pretrained(CONFIGS / "llama-3-8b")
     with_layers(model_config, 2).save_pretrained(tmp_path)
@@ -92,9 +90,7 @@ def test_one_gpu_holds_its_weights_once(assignments: list[str], tmp_path: Path) 
 
 @pytest.mark.full
 @needs_compiler
-def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates(
-    tmp_path: Path,
-) -> None:
+def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates(tmp_path):
     """With 12 layers of 46: the update of all of them takes minutes."""
     model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
     with_layers(model_config, 12).save_pretrained(tmp_path)
@@ -112,8 +108,8 @@ def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates
     ],
 )
 def test_the_plan_of_a_recipe_for_long_rows_is_what_a_pretended_gpu_allocates(
-    example: str, name: str, nodes: int, tmp_path: Path
-) -> None:
+    example, name, nodes, tmp_path
+):
     """With three layers of each, in rows of 131,072 tokens."""
     with_layers(AutoConfig.from_pretrained(CONFIGS / name), 3).save_pretrained(tmp_path)
     given = ["model.init=random", "train.gradient_accumulation_steps=2"]

@@ -20,7 +20,7 @@ from helpers.usage import Usage
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
@@ -88,16 +88,14 @@ LORA = ("lora.rank=2", "lora.targets=all-linear")
     ],
 )
 def test_each_rank_has_its_slices_of_what_transformers_dequantises(
-    name: str, ranks: int, assignments: tuple[str, ...], sources: dict[str, Path], folder: Path
-) -> None:
+    name, ranks, assignments, sources, folder
+):
     config = config_for(sources[name], folder, *assignments)
     finish(on_ranks(ranks, load, config, cwd=folder))
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_a_run_that_learns_nothing_exports_what_transformers_dequantises(
-    name: str, sources: dict[str, Path], folder: Path
-) -> None:
+def test_a_run_that_learns_nothing_exports_what_transformers_dequantises(name, sources, folder):
     source, out = sources[name], folder / "runs/config/model"
     said = finish(train(2, *STILL, f"model.path={source}", cwd=folder))
     assert said.count("Source: quantised") == 1
@@ -126,9 +124,7 @@ def test_a_run_that_learns_nothing_exports_what_transformers_dequantises(
 @pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_pretended_gpus_have_the_same_weights(
-    name: str, sources: dict[str, Path], folder: Path
-) -> None:
+def test_pretended_gpus_have_the_same_weights(name, sources, folder):
     settings = (*STILL, f"model.path={sources[name]}")
     finish(train(2, *settings, "run.dir=cpu", cwd=folder))
     train_on_gpus(2, *settings, "run.dir=gpu", cwd=folder)
@@ -137,9 +133,7 @@ def test_pretended_gpus_have_the_same_weights(
 
 
 @pytest.mark.full
-def test_layers_that_training_does_not_load_are_dequantised_too(
-    tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
+def test_layers_that_training_does_not_load_are_dequantised_too(tokenizer, folder):
     source = save_deepseek_v3(folder / "source", tokenizer, RAGGED, with_mtp=True)
     finish(train(2, *STILL, f"model.path={source}", cwd=folder))
     before = {k: t for file in source.glob("*.safetensors") for k, t in load_file(file).items()}
@@ -156,8 +150,8 @@ def test_layers_that_training_does_not_load_are_dequantised_too(
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_adapters_on_a_quantised_model_resume_and_are_merged_with_its_weights(
-    name: str, sources: dict[str, Path], folder: Path
-) -> None:
+    name, sources, folder
+):
     settings = [
         f"model.path={sources[name]}",
         "data.train=train.jsonl",
@@ -200,9 +194,7 @@ def test_adapters_on_a_quantised_model_resume_and_are_merged_with_its_weights(
 
 
 @pytest.mark.full
-def test_random_weights_and_a_plan_need_the_config_alone(
-    sources: dict[str, Path], folder: Path
-) -> None:
+def test_random_weights_and_a_plan_need_the_config_alone(sources, folder):
     for name, source in sources.items():
         settings = (*STILL, "model.init=random", f"model.path={source}", f"run.dir=runs/{name}")
         finish(train(2, *settings, cwd=folder))
@@ -220,9 +212,7 @@ def test_random_weights_and_a_plan_need_the_config_alone(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
-def test_the_text_of_a_model_that_sees_is_dequantised(
-    family: str, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
+def test_the_text_of_a_model_that_sees_is_dequantised(family, tokenizer, folder):
     source = save_seeing_model(family, tokenizer, folder / "source")
     before = load_file(source / "model.safetensors")
     quantise_in_fp8(source, re.compile(r"language_model.*(self_attn|mlp)\..*_proj\.weight"), RAGGED)
@@ -262,9 +252,7 @@ def load_large(config: Config, small: Config) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LARGE)
-def test_reading_takes_a_ranks_share_and_less_than_200_mb(
-    name: str, sources: dict[str, Path], tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
+def test_reading_takes_a_ranks_share_and_less_than_200_mb(name, sources, tokenizer, folder):
     if name == "fp8":
         source = save_deepseek_v3(folder / "large", tokenizer, (128, 128), **LARGE[name])
     else:

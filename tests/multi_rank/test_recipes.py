@@ -17,7 +17,6 @@ from helpers.tiny_models import VOCABULARY
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from shardtune.config_io import changed_keys, load_config, remarks, to_dict
@@ -67,7 +66,7 @@ def file_of(name: str) -> Path:
     return REPOSITORY / ("config.yaml" if name == "config" else f"examples/{name}.yaml")
 
 
-def test_every_recipe_is_rehearsed_and_names_its_command() -> None:
+def test_every_recipe_is_rehearsed_and_names_its_command():
     recipes = {path.stem for path in (REPOSITORY / "examples").glob("*.yaml")}
     recipes -= {"demo", "kubernetes"}
     assert {"config", *recipes} == RECIPES.keys()
@@ -78,7 +77,7 @@ def test_every_recipe_is_rehearsed_and_names_its_command() -> None:
 
 
 @pytest.mark.parametrize("name", ["glm-4.5-air-full-141gb", "glm-4.5-air-lora"])
-def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names(name: str) -> None:
+def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names(name):
     text, shipped = (
         re.sub(r"\n#\s+", " ", file_of(each).read_text(encoding="utf-8"))
         for each in (name, "config")
@@ -101,7 +100,7 @@ def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names
         for name in RECIPES
     ],
 )
-def test_a_recipe_trains(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_recipe_trains(name, tokenizer, tmp_path):
     (kind, more), ranks = RECIPES[name]
     recipe = file_of(name)
     config = AutoConfig.for_model(kind, **SMALL | more)

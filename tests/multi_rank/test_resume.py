@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from helpers.small_runs import (
     write_inputs,
 )
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
 
 import shardtune.training.evaluate
 import shardtune.training.stage
@@ -55,8 +53,8 @@ from shardtune.log import logger
     ],
 )
 def test_a_run_that_is_killed_again_and_again_repeats_and_skips_no_row(
-    name: str, ranks: int, seed: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
+    name, ranks, seed, tmp_path, models
+):
     """With dropout, accumulation and packing; half of the kills hit a save."""
     settings = (*SETTINGS, "train.gradient_accumulation_steps=2", "checkpoint.every_steps=2")
     settings += ("train.epochs=2", "data.eval=eval.jsonl", "eval.every_steps=3")
@@ -100,13 +98,8 @@ def test_a_run_that_is_killed_again_and_again_repeats_and_skips_no_row(
     ],
 )
 def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
-    name: str,
-    sizes: tuple[int, ...],
-    tmp_path: Path,
-    models: dict[str, Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, sizes, tmp_path, models, capsys, monkeypatch
+):
     """Two steps on each, mid-epoch, with the same twelve rows a step."""
     write_inputs(tmp_path, models[name])
     settings = (*SETTINGS, *CONSTANT)
@@ -170,9 +163,7 @@ def run_and_signal(nth: int, arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(tmp_path, models):
     """Amid the run and after its last step, before which the resumed run has nothing to do."""
     write_inputs(tmp_path, models["llama"], dropout=0.2)
     settings = (*SETTINGS, "data.eval=train.jsonl", "eval.every_steps=2", "train.max_steps=5")
@@ -203,9 +194,7 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
 
 
 @pytest.mark.full
-def test_a_resume_with_other_micro_batches_sees_the_same_records(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_resume_with_other_micro_batches_sees_the_same_records(tmp_path, models):
     write_inputs(tmp_path, models["qwen3"])
     for run_dir, shapes in (("whole", [(9, 1, 4)]), ("run", [(3, 1, 4), (6, 4, 1), (9, 2, 2)])):
         for last, rows, accumulation in shapes:
@@ -222,9 +211,7 @@ def test_a_resume_with_other_micro_batches_sees_the_same_records(
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("glm", marks=pytest.mark.full)])
-def test_saving_does_not_change_training(
-    name: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_saving_does_not_change_training(name, tmp_path, models):
     """With dropout, to the last bit."""
     write_inputs(tmp_path, models[name], dropout=0.2)
     settings = (*SETTINGS, "train.gradient_accumulation_steps=2", "train.epochs=2")
@@ -249,9 +236,7 @@ def test_saving_does_not_change_training(
     )
 
 
-def test_a_resume_with_another_learning_rate_keeps_weights_and_moments(
-    tmp_path: Path, models: dict[str, Path], tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_resume_with_another_learning_rate_keeps_weights_and_moments(tmp_path, models, tokenizer):
     """Two steps at 3e-3; then the line from 2e-3 to its half over five steps, at steps 3 to 5."""
     model = with_weights(models["llama"], tmp_path / "sharp", sharpen)
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())

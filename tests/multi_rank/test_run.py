@@ -84,7 +84,7 @@ def whole(inputs: Path) -> Completed:
     return done
 
 
-def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) -> None:
+def test_every_line_has_its_shape_and_its_place(inputs, whole):
     lines = contract_lines(whole.stdout)
     total = int(dict(lines)["plan"][2])
     assert total == 2 * int(dict(lines)["plan"][1])
@@ -105,7 +105,7 @@ def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) 
     assert not re.search("\r", whole.stdout + whole.stderr)
 
 
-def test_a_small_run_is_planned_by_its_shapes_alone(inputs: Path, whole: Completed) -> None:
+def test_a_small_run_is_planned_by_its_shapes_alone(inputs, whole):
     assert whole.stdout.count("\nPlan: The run fits, ") == 1
     before, after = read_metrics(inputs / "runs/config", "plan")
     assert before["source"] == "bound from shapes"
@@ -115,7 +115,7 @@ def test_a_small_run_is_planned_by_its_shapes_alone(inputs: Path, whole: Complet
     assert whole.stdout.count("\nPredicted peak memory: at most ") == 1
 
 
-def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> None:
+def test_the_lines_say_what_the_metrics_say(inputs, whole):
     lines, run_dir = contract_lines(whole.stdout), inputs / "runs/config"
     steps, evals = read_metrics(run_dir, "step"), read_metrics(run_dir, "eval")
     assert [match.groups()[2:] for kind, match in lines if kind == "step"] == [
@@ -149,7 +149,7 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     assert all(0 < step["mfu"] < 1 and step["memory_bytes"] > 1e8 for step in steps)
 
 
-def test_the_written_configuration_is_the_one_that_ran(inputs: Path, whole: Completed) -> None:
+def test_the_written_configuration_is_the_one_that_ran(inputs, whole):
     written = inputs / "runs/config/config.yaml"
     given = load_config(inputs / "config.yaml", ["logging.every_steps=1"], {})
     assert to_dict(load_config(written, [], {})) == to_dict(given)
@@ -159,7 +159,7 @@ def test_the_written_configuration_is_the_one_that_ran(inputs: Path, whole: Comp
     assert text.count("  # command line\n") == 1
 
 
-def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Completed) -> None:
+def test_checkpoints_are_readable_by_safetensors_alone(inputs, whole):
     checkpoints = sorted((inputs / "runs/config/checkpoints").iterdir())
     saved = [match[1] for kind, match in contract_lines(whole.stdout) if kind == "saved"]
     assert [path.name for path in checkpoints] == [f"checkpoint_{step}" for step in saved[-2:]]
@@ -193,7 +193,7 @@ def losses(run_dir: Path) -> list[float]:
     return [entry["loss"] for kind in ("step", "eval") for entry in read_metrics(run_dir, kind)]
 
 
-def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_every_launcher_gives_the_same_run(tmp_path, models):
     write_inputs(tmp_path, models["llama"])
     assert train(2, "run.dir=runs/torchrun", "train.max_steps=2", cwd=tmp_path).returncode == 0
 
@@ -231,7 +231,7 @@ def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Pat
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, abs=1e-5), name
 
 
-def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path, models):
     """One that is some ten times the work of a step, behind each step but the last."""
     write_inputs(tmp_path, models["llama"])
     write_jsonl(tmp_path / "eval.jsonl", chats(50, seed=1))
@@ -247,9 +247,7 @@ def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[s
 
 
 @pytest.mark.full
-def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(tmp_path, models):
     write_jsonl(tmp_path / "train.jsonl", [record | {"źródło": "x"} for record in chats(12)])
     settings = ["data.train=train.jsonl", "data.max_length=128", "train.max_steps=1"]
     settings += [f"model.path={models['llama']}", f"run.seed={2**63 - 1}"]
@@ -259,7 +257,7 @@ def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
     assert r"\u017ar\xf3d\u0142o" in said
 
 
-def test_options_that_others_switch_off_are_said(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_options_that_others_switch_off_are_said(tmp_path, models):
     write_inputs(tmp_path, models["llama"])
     settings = ["data.eval=null", "eval.every_steps=2", "export.final=false"]
     settings += ["train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0"]

@@ -63,7 +63,7 @@ def run_again(earlier: Path, tmp_path: Path) -> RunAgain:
     return lambda *changes, ranks=1: train(ranks, *settings(*changes), cwd=tmp_path)
 
 
-def test_a_finished_run_says_so(tmp_path: Path, run_again: RunAgain) -> None:
+def test_a_finished_run_says_so(tmp_path, run_again):
     before = digests(tmp_path / "run")
     for max_steps in (3, 2):
         done = run_again(f"train.max_steps={max_steps}")
@@ -71,7 +71,7 @@ def test_a_finished_run_says_so(tmp_path: Path, run_again: RunAgain) -> None:
         assert "Step " not in done.stdout and digests(tmp_path / "run") == before
 
 
-def test_more_steps_continue_the_run(tmp_path: Path, run_again: RunAgain) -> None:
+def test_more_steps_continue_the_run(tmp_path, run_again):
     said = finish(run_again("train.max_steps=5"))
     assert [entry["step"] for entry in read_metrics(tmp_path / "run", "eval")] == [0, 3, 5]
     assert re.findall(r"^Step (\d)/5 ", said, re.MULTILINE) == ["4", "5"]
@@ -131,7 +131,7 @@ def assignments(changes: dict[str, tuple[str, str]]) -> list[str]:
     return [f"{key}={new}" for key, (_, new) in changes.items()]
 
 
-def test_a_resume_says_each_changed_key(tmp_path: Path, run_again: RunAgain) -> None:
+def test_a_resume_says_each_changed_key(tmp_path, run_again):
     said = finish(run_again(*assignments(MAY_CHANGE), ranks=2))
     changes = [
         line for line in said.splitlines() if line.startswith("Changed since checkpoint_0000003: ")
@@ -143,9 +143,7 @@ def test_a_resume_says_each_changed_key(tmp_path: Path, run_again: RunAgain) -> 
     assert names(tmp_path / "run/checkpoints") == ["checkpoint_0000004"]
 
 
-def test_a_forbidden_change_is_refused_with_both_values_and_both_remedies(
-    tmp_path: Path, run_again: RunAgain
-) -> None:
+def test_a_forbidden_change_is_refused_with_both_values_and_both_remedies(tmp_path, run_again):
     """Before any shard is read: the newest checkpoint would be damaged."""
     flip_a_byte(checkpoint(tmp_path / "run", 3))
     before = digests(tmp_path / "run")
@@ -160,7 +158,7 @@ def test_a_forbidden_change_is_refused_with_both_values_and_both_remedies(
     assert done.stderr.count("ERROR: ") == len(MAY_NOT_CHANGE)
 
 
-def test_other_data_is_refused(tmp_path: Path, run_again: RunAgain) -> None:
+def test_other_data_is_refused(tmp_path, run_again):
     before = digests(tmp_path / "run")
     write_jsonl(tmp_path / "train.jsonl", chats(36))
     done = run_again("train.max_steps=5")
@@ -170,7 +168,7 @@ def test_other_data_is_refused(tmp_path: Path, run_again: RunAgain) -> None:
     )
 
 
-def test_another_model_is_refused_with_both_values(tmp_path: Path, run_again: RunAgain) -> None:
+def test_another_model_is_refused_with_both_values(tmp_path, run_again):
     before = digests(tmp_path / "run")
     file = tmp_path / "model/config.json"
     old = json.loads(file.read_text(encoding="utf-8"))
@@ -202,9 +200,7 @@ def remove_complete(checkpoint: Path) -> None:
     (checkpoint / "COMPLETE").unlink()
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    tmp_path: Path, run_again: RunAgain
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, run_again):
     checkpoints = tmp_path / "run/checkpoints"
     undisturbed = steps_of(tmp_path / "run")
     flip_a_byte(checkpoints / "checkpoint_0000003")
@@ -218,9 +214,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert steps_of(tmp_path / "run") == undisturbed
 
 
-def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
-    tmp_path: Path, run_again: RunAgain
-) -> None:
+def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(tmp_path, run_again):
     for saved, damage in zip(
         sorted((tmp_path / "run/checkpoints").iterdir()),
         (flip_a_byte, truncate_manifest, remove_complete),
@@ -238,7 +232,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
     )
 
 
-def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: RunAgain) -> None:
+def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again):
     """All of it, with a save that was prepared and has no name yet."""
     newest = tmp_path / "run/checkpoints/checkpoint_0000003"
     prepared = newest.rename(newest.with_name(".checkpoint_0000003.0123456789ab"))
@@ -266,10 +260,7 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Run
     ]
 
 
-def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(
-    tmp_path: Path,
-    run_again: RunAgain,
-) -> None:
+def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(tmp_path, run_again):
     run_dir = tmp_path / "run"
     undisturbed = steps_of(run_dir)
     said = finish(run_again("run.resume=run/checkpoints/checkpoint_0000001", "train.max_steps=3"))
@@ -284,9 +275,7 @@ def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(
     assert steps_of(run_dir) == undisturbed
 
 
-def test_a_run_may_begin_with_the_checkpoint_of_another(
-    tmp_path: Path, run_again: RunAgain
-) -> None:
+def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path, run_again):
     """The other run keeps its files; what lay in this run's folder is set aside."""
     undisturbed = steps_of(tmp_path / "run")
     before = digests(tmp_path / "run")
@@ -308,7 +297,7 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(
     ]
 
 
-def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path, run_again: RunAgain) -> None:
+def test_a_named_checkpoint_that_is_none_is_refused(tmp_path, run_again):
     """Also with a name of its own, such as an unfinished save has one that begins with a dot."""
     mine = Path(
         shutil.copytree(tmp_path / "run/checkpoints/checkpoint_0000001", tmp_path / ".mine")
@@ -335,11 +324,8 @@ def run_with_small_files(arguments: list[str], bytes_per_file: int) -> None:
 
 @pytest.mark.parametrize(("max_steps", "what"), [(4, ".* was not saved: "), (3, "")])
 def test_a_full_disk_ends_the_run_which_goes_on_when_there_is_room(
-    max_steps: int,
-    what: str,
-    tmp_path: Path,
-    run_again: RunAgain,
-) -> None:
+    max_steps, what, tmp_path, run_again
+):
     """The run goes on when there is room; at step 3, only the export is left."""
     run_dir = tmp_path / "run"
     shutil.rmtree(run_dir / "model")
@@ -365,9 +351,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_when_there_is_room(
     assert load_file(run_dir / "model/model.safetensors")
 
 
-def test_an_interrupted_save_and_garbled_metrics_leave_nothing_behind(
-    tmp_path: Path, run_again: RunAgain
-) -> None:
+def test_an_interrupted_save_and_garbled_metrics_leave_nothing_behind(tmp_path, run_again):
     checkpoints, metrics = tmp_path / "run/checkpoints", tmp_path / "run/metrics.jsonl"
     for abandoned in (".checkpoint_0000009.writing", ".checkpoint_0000001.deleting"):
         (checkpoints / abandoned).mkdir()
@@ -390,7 +374,7 @@ def run_script_without_a_model(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_a_finished_run_writes_its_model_again(tmp_path: Path, run_again: RunAgain) -> None:
+def test_a_finished_run_writes_its_model_again(tmp_path, run_again):
     run_dir = tmp_path / "run"
     checkpoints, model = digests(run_dir / "checkpoints"), digests(run_dir / "model")
     metrics = (run_dir / "metrics.jsonl").read_bytes()

@@ -45,9 +45,7 @@ def given(model: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_does_not_fit_is_refused_with_what_would_help(models, tmp_path):
     """Planned at 64 MB a rank, and with adapters at 43 MB, and 100 MB for the process itself."""
     wide = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4}
     config = AutoConfig.from_pretrained(models["llama"], **wide)
@@ -66,9 +64,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
 
 
 @pytest.mark.full
-def test_a_plan_that_is_ignored_is_held_against_the_run(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_plan_that_is_ignored_is_held_against_the_run(models, tmp_path):
     arguments = given(models["glm"], tmp_path, "run.ignore_plan=true")
     said = finish(on_ranks(2, run_with_memory, 10_000, arguments, cwd=tmp_path))
     (line,) = re.findall(r"^Plan: .*", said, re.M)
@@ -77,9 +73,7 @@ def test_a_plan_that_is_ignored_is_held_against_the_run(
     check(said, tmp_path / "run", "simulated step", steps=3)
 
 
-def test_a_run_with_a_slow_mesh_names_the_fastest_once(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_with_a_slow_mesh_names_the_fastest_once(models, tmp_path):
     """By the bandwidth that the preflight has left: 1 MB/s between the ranks."""
     figures = [{"between": 0, "inside": 1e6, "flops": [1e12, 1e12]}]
     write_measured(tmp_path / "run", [2], figures)
@@ -97,9 +91,7 @@ def test_a_run_with_a_slow_mesh_names_the_fastest_once(
 
 
 @pytest.mark.full
-def test_a_model_that_this_machine_does_not_hold_is_refused(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_that_this_machine_does_not_hold_is_refused(models, tmp_path):
     """All weights take three times the free memory, with every setting more than all of it, and
     frozen ones with adapters half."""
     width = 4096

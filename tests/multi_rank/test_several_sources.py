@@ -15,7 +15,6 @@ from helpers.commands import finish, read_metrics
 from helpers.plain_training import encode, plain_perplexity, sharpen, with_weights
 from helpers.ranks import train, train_until
 from helpers.small_runs import digests, steps_of
-from transformers import PreTrainedTokenizerFast
 
 # Words of each record; no two records have as many tokens.
 SOURCES = {"few": range(3, 10), "many": range(20, 25), "none": range(30, 32)}
@@ -55,9 +54,7 @@ def run(ranks: int, settings: list[str], *more: str, cwd: Path) -> str:
 
 
 @pytest.mark.full
-def test_weights_are_exact_on_any_ranks_and_over_a_kill(
-    settings: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_weights_are_exact_on_any_ranks_and_over_a_kill(settings, tokenizer, tmp_path):
     said = run(
         1, settings, "run.dir=one", "checkpoint.every_steps=0", "data.eval=null", cwd=tmp_path
     )
@@ -121,9 +118,7 @@ def source_lines(tokenizer: Any, first_epoch: list[tuple[str, int]]) -> list[str
     ]
 
 
-def test_each_evaluation_set_has_a_perplexity(
-    settings: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_each_evaluation_set_has_a_perplexity(settings, tokenizer, tmp_path):
     said = run(2, settings, "train.max_steps=2", cwd=tmp_path)
     sets = {
         name: [encode(tokenizer, record) for record in chats(3, seed=seed)]
@@ -170,9 +165,7 @@ def test_each_evaluation_set_has_a_perplexity(
         ),
     ],
 )
-def test_sources_that_give_nothing_are_refused(
-    changes: list[str], problems: list[str], settings: list[str], tmp_path: Path
-) -> None:
+def test_sources_that_give_nothing_are_refused(changes, problems, settings, tmp_path):
     write_jsonl(tmp_path / "silent.jsonl", [{"messages": [{"role": "user", "content": "rank"}]}])
     done = train(1, *settings, *changes, cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]

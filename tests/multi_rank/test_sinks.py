@@ -57,7 +57,7 @@ def train(folder: Path, *arguments: str, **env: str) -> str:
 
 
 @pytest.mark.full
-def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder: Path) -> None:
+def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder):
     said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[3, 9]")
     run = folder / "runs/config"
     events = EventAccumulator(str(run / "tensorboard")).Reload()
@@ -97,7 +97,7 @@ def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder:
     assert f'href="profile/{names[1]}.json.gz"' in page and "steps 3 to 4: optimizer" in page
 
 
-def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(folder: Path) -> None:
+def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(folder):
     (folder / "runs/config").mkdir(parents=True)
     (folder / "runs/config/tensorboard").write_text("in the way", encoding="utf-8")
     said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[9, 9]")
@@ -107,7 +107,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(folder: Path) -> 
 
 
 @pytest.mark.full
-def test_a_tracker_that_is_not_installed_is_refused_by_name(folder: Path) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_by_name(folder):
     (folder / "without/tensorboard").mkdir(parents=True)
     (folder / "without/sitecustomize.py").write_text(
         "import importlib.util as u\nfind = u.find_spec\n"
@@ -125,9 +125,7 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(folder: Path) -> Non
         assert f"the package {name} is not installed - pip install -e .[{name}]" in error
 
 
-def test_a_tracker_that_hangs_takes_no_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_hangs_takes_no_time(monkeypatch, caplog):
     monkeypatch.setattr(sinks.logger, "propagate", True)
     monkeypatch.setattr(sinks, "_MOST_WAITING", 100)
     silent, client = socket.socketpair()
@@ -152,7 +150,7 @@ def test_a_tracker_that_hangs_takes_no_time(
     silent.close()
 
 
-def test_each_metric_has_its_name_in_the_sinks() -> None:
+def test_each_metric_has_its_name_in_the_sinks():
     assert scalars({"kind": "step", "step": 3, "loss": 1.5, "mfu": None}) == {"train/loss": 1.5}
     named = {"kind": "eval", "set": "code", "step": 3, "perplexity": 9.0}
     assert scalars(named) == {"eval/code/perplexity": 9.0}
@@ -170,9 +168,7 @@ def test_each_metric_has_its_name_in_the_sinks() -> None:
 @pytest.mark.full
 @needs_wandb
 @pytest.mark.parametrize("mode", ["offline", "silent server"])
-def test_a_run_logs_to_weights_and_biases_offline_and_past_a_dead_server(
-    mode: str, folder: Path
-) -> None:
+def test_a_run_logs_to_weights_and_biases_offline_and_past_a_dead_server(mode, folder):
     """Offline it writes its files without an account; a server that does not answer is said."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,9 +65,7 @@ def run_with_a_slow_rank(rank: int, work: str, arguments: list[str]) -> None:
         pytest.param(2, "parallel.replicate=1", 1, "optimizer", marks=pytest.mark.full),
     ],
 )
-def test_a_slow_rank_is_named(
-    ranks: int, mesh: str, rank: int, work: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_slow_rank_is_named(ranks, mesh, rank, work, tmp_path, models):
     phase, model = SLOWED[work][0], models["glm" if work == "experts" else "llama"]
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     (tmp_path / "config.yaml").touch()
@@ -96,9 +93,7 @@ def test_a_slow_rank_is_named(
 
 
 @pytest.mark.full
-def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path, models):
     """The run is killed after the report at step 11, and goes on from step 8."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     arguments = [*ARGUMENTS, f"model.path={models['llama']}", "checkpoint.mode=sync"]

@@ -85,15 +85,7 @@ FULL = pytest.mark.full
         pytest.param("qwen3", 4, 2, ["data.packing=false", "train.micro_batch_size=2"], marks=FULL),
     ],
 )
-def test_stages_equal_plain_pytorch(
-    family: str,
-    ranks: int,
-    stages: int,
-    more: list[str],
-    sharp: dict[str, Path],
-    expected: dict[str, Trained],
-    tmp_path: Path,
-) -> None:
+def test_stages_equal_plain_pytorch(family, ranks, stages, more, sharp, expected, tmp_path):
     said, run_dir = run(sharp[family], tmp_path, ranks, stages, *more)
     assert f" x {ranks // stages} (data ranks) = " in said
     # Rank 0 speaks for all stages.
@@ -149,9 +141,7 @@ def run_and_note(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 2), pytest.param(8, 4, marks=FULL)])
-def test_passes_receive_early_and_gather_each_layer_once(
-    ranks: int, stages: int, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_passes_receive_early_and_gather_each_layer_once(ranks, stages, models, tmp_path):
     """No layer is gathered for a pass and freed by another before its own has used it."""
     layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
     AutoConfig.from_pretrained(models["qwen3"], **layers).save_pretrained(tmp_path / "deep")
@@ -176,9 +166,7 @@ def test_passes_receive_early_and_gather_each_layer_once(
             assert passes == "rfrbfrbfrbfb"
 
 
-def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(
-    sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
-) -> None:
+def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(sharp, expected, tmp_path):
     more = ["parallel.expert=2", "checkpoint.keep=9", "eval.every_steps=1"]
     evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
     for steps, ranks, stages in ((1, 4, 2), (2, 2, 1), (3, 4, 2), (4, 4, 1)):
@@ -203,9 +191,7 @@ def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(
 
 
 @pytest.mark.full
-def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(sharp, tmp_path):
     results = {}
     for stages in (1, 2):
         (tmp_path / f"{stages}").mkdir()
@@ -232,14 +218,7 @@ def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(
         ([1, 3], 2, [], "across part of two nodes - use parallel.stages=1"),
     ],
 )
-def test_impossible_stages_are_refused_by_name(
-    ranks: list[int],
-    stages: int,
-    more: list[str],
-    problem: str,
-    sharp: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_impossible_stages_are_refused_by_name(ranks, stages, more, problem, sharp, tmp_path):
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     more = ["train.gradient_accumulation_steps=4", *more, f"parallel.stages={stages}"]
     given = settings(sharp["llama"], data, tmp_path / "run", *more)

@@ -89,9 +89,7 @@ def steps(run_dir: Path) -> tuple[list[float], list[float], list[float]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_stages_take_the_steps_of_plain_fsdp(
-    case: str, architectures: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stages_take_the_steps_of_plain_fsdp(case, architectures, tmp_path):
     name, ranks, stages, micro_batches, more = CASES[case]
     alike = [each for each in more if not each.startswith("parallel.")]
     alone = micro_batches * ranks // stages // 2
@@ -120,9 +118,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("more", [[], LOW_PRECISION, ["lora.rank=4", "parallel.expert=2"]])
-def test_the_same_stages_resume_to_the_bit(
-    more: list[str], architectures: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_same_stages_resume_to_the_bit(more, architectures, tmp_path):
     mesh = [*more, "parallel.stages=2", "train.gradient_accumulation_steps=4"]
     model = architectures["glm" if "parallel.expert=2" in more else "tied"]
     runs = [
@@ -134,7 +130,7 @@ def test_the_same_stages_resume_to_the_bit(
     assert files(tmp_path / "parts/model") == files(tmp_path / "whole/model")
 
 
-def test_stages_resume_none_and_others(architectures: dict[str, Path], tmp_path: Path) -> None:
+def test_stages_resume_none_and_others(architectures, tmp_path):
     meshes = [(8, 4, 4), (2, 1, 4), (4, 2, 4), (8, 4, 4), (4, 1, 2), (2, 2, 8)]
     model, usual = architectures["glm"], ["train.gradient_accumulation_steps=4"]
     runs = [(2, given(model, tmp_path, "whole", *usual))]
@@ -158,12 +154,8 @@ def test_stages_resume_none_and_others(architectures: dict[str, Path], tmp_path:
     ],
 )
 def test_what_is_drawn_saved_and_exported_is_that_of_a_run_without_stages(
-    name: str,
-    exported: list[str],
-    more: list[str],
-    architectures: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+    name, exported, more, architectures, tmp_path
+):
     """Nothing moves the weights, so that each file has the same bytes."""
     still = ["model.init=random", "optimizer.lr=0", "eval.every_steps=1", "eval.keep_best=true"]
     runs = [

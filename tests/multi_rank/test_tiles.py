@@ -38,14 +38,12 @@ GIVEN += ["data.train=unread", "model.activation_checkpointing=full"]
         pytest.param(2, "llama", [], marks=pytest.mark.full),
     ],
 )
-def test_tiles_have_the_gradients_of_whole_rows(
-    ranks: int, family: str, assignments: list[str], tmp_path: Path
-) -> None:
+def test_tiles_have_the_gradients_of_whole_rows(ranks, family, assignments, tmp_path):
     finish(on_ranks(ranks, _compare, family, assignments, cwd=tmp_path))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
-def test_stacked_experts_get_a_tile_of_the_tokens_at_a_time(family: str) -> None:
+def test_stacked_experts_get_a_tile_of_the_tokens_at_a_time(family):
     model, tokens, ids = build(family), list[int](), torch.arange(1, 32)[None]
     expected = model(ids).logits
     for _, experts, _ in stacked_experts(model):

@@ -71,9 +71,7 @@ def go_together(*processes: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.full
-def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(
-    model: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(model, tmp_path, cache):
     """Also when they find it damaged."""
     files = [write(tmp_path / f"{i}.jsonl", [chat(f"number {i}")]) for i in range(20)]
     processes = [start(model, 60, *files, *files) for _ in range(2)]
@@ -89,9 +87,7 @@ def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(
     assert len(list(cache.iterdir())) == len(files)
 
 
-def test_workers_write_the_cache_entry_of_one_process(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_write_the_cache_entry_of_one_process(model, tmp_path, monkeypatch):
     records = [chat(f"number {i}", "x" * (i % 50), id=i) for i in range(1500)]
     records.append({"text": "how are you"})
     train = write(tmp_path / "a.jsonl", records)
@@ -139,7 +135,7 @@ def command_line(pid: str) -> bytes:
 
 
 @pytest.mark.full
-def test_no_worker_outlives_a_killed_run(model: Path, long_data: Path) -> None:
+def test_no_worker_outlives_a_killed_run(model, long_data):
     process = start(model, 0, long_data)
     try:
         go_together(process)
@@ -151,9 +147,7 @@ def test_no_worker_outlives_a_killed_run(model: Path, long_data: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(
-    model: Path, long_data: Path, cache: Path
-) -> None:
+def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(model, long_data, cache):
     process = start(model, 0, long_data)
     try:
         go_together(process)

@@ -107,11 +107,11 @@ _SLOW = ("clients joined", "client socket has timed out", "Timed out initializin
     "part",
     [pytest.param(part, marks=[pytest.mark.full] if part in _SLOW else []) for part in TORCH],
 )
-def test_torch_prints_the_quoted_message(part: str, tmp_path: Path) -> None:
+def test_torch_prints_the_quoted_message(part, tmp_path):
     (quote,) = [quote for quote in QUOTES["torch"] if part in quote]
     said = TORCH[part](tmp_path)
     assert is_in(quote, said), said
 
 
-def test_every_quoted_message_of_torch_has_a_mistake() -> None:
+def test_every_quoted_message_of_torch_has_a_mistake():
     assert len(QUOTES["torch"]) == len(TORCH)

@@ -76,7 +76,7 @@ def last_files(*folders: Path) -> dict[str, str]:
     }
 
 
-def test_a_run_on_two_disks_goes_on_as_on_one(a: Path, b: Path, whole: Path) -> None:
+def test_a_run_on_two_disks_goes_on_as_on_one(a, b, whole):
     done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
     assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
     assert steps_of(a / "run") == steps_of(whole)
@@ -108,9 +108,7 @@ def test_a_run_on_two_disks_goes_on_as_on_one(a: Path, b: Path, whole: Path) -> 
         pytest.param([("a", 1), ("b", 2)], marks=pytest.mark.full),
     ],
 )
-def test_ranks_may_find_their_parts_on_another_disk(
-    layout: list[tuple[str, int]], a: Path, b: Path, whole: Path
-) -> None:
+def test_ranks_may_find_their_parts_on_another_disk(layout, a, b, whole):
     """After disks are swapped or ranks moved between nodes, the run is the same."""
     nodes = [({"a": a, "b": b}[name], ranks) for name, ranks in layout]
     done = train_on_nodes(nodes, *SAVES, "train.max_steps=6")
@@ -127,9 +125,7 @@ def test_ranks_may_find_their_parts_on_another_disk(
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [{"b": 1, "a": 1}, {"a": 3, "b": 1}, {"a": 1, "c": 1, "b": 2}])
-def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
-    sizes: dict[str, int], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(sizes, tmp_path, models):
     settings = (*SAVES, "export.final=true")
 
     def go_on(root: Path, nodes: dict[str, int], last: int) -> str:
@@ -158,7 +154,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
 
 
 @pytest.mark.full
-def test_each_disk_has_the_layers_of_its_own_stage(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_each_disk_has_the_layers_of_its_own_stage(tmp_path, models):
     a, b = (write_inputs(tmp_path / name, models["llama"]) for name in ("a", "b"))
     settings = (*SAVES, "parallel.stages=2", "train.gradient_accumulation_steps=2")
     for steps in (2, 4):
@@ -177,9 +173,7 @@ def test_each_disk_has_the_layers_of_its_own_stage(tmp_path: Path, models: dict[
 
 
 @pytest.mark.full
-def test_a_node_whose_part_is_gone_is_named(
-    a: Path, b: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_node_whose_part_is_gone_is_named(a, b, tmp_path, models):
     """With a new disk nothing is whole or touched; with an older part restored, the run resumes."""
     new = write_inputs(tmp_path / "new", models["glm"], dropout=0.2)
     before = digests(a / "run")
@@ -211,9 +205,7 @@ def test_a_node_whose_part_is_gone_is_named(
 @pytest.mark.parametrize(
     "renamed", ["a", *(pytest.param(each, marks=pytest.mark.full) for each in ("b", "none"))]
 )
-def test_a_crash_between_the_phases_rolls_forward(
-    renamed: str, a: Path, b: Path, whole: Path
-) -> None:
+def test_a_crash_between_the_phases_rolls_forward(renamed, a, b, whole):
     """Prepared everywhere, and renamed on one disk or on none."""
     for folder in (a, b):
         if folder.name != renamed:
@@ -228,7 +220,7 @@ def test_a_crash_between_the_phases_rolls_forward(
 
 
 @pytest.mark.full
-def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a: Path, b: Path) -> None:
+def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a, b):
     """One disk had committed, so it is a checkpoint, which restoring the damaged part mends."""
     checkpoint(b / "run", 4).rename(b / "run/checkpoints" / STAGING)
     parts = digests(b / "run/checkpoints" / STAGING)
@@ -243,9 +235,7 @@ def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a: Path, b: P
 
 @pytest.mark.full
 @pytest.mark.parametrize("lacks", ["COMPLETE", "everything"])
-def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(
-    lacks: str, a: Path, b: Path, whole: Path
-) -> None:
+def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(lacks, a, b, whole):
     """Only once the run resumes from another; a prepared part is moved aside."""
     for folder in (a, b):
         checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / STAGING)
@@ -268,7 +258,7 @@ def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(
     assert not checkpoint(b / "run", 4).with_suffix(".aside1").exists()
 
 
-def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a: Path, b: Path, whole: Path) -> None:
+def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a, b, whole):
     for folder in (a, b):
         shutil.rmtree(checkpoint(folder / "run", 2))
     checkpoint(a / "run", 4).rename(a / "run/checkpoints" / STAGING)
@@ -292,9 +282,7 @@ def die_at_the_last_rename(arguments: list[str], node: str) -> None:
 
 
 @pytest.mark.parametrize("node", ["0", pytest.param("1", marks=pytest.mark.full)])
-def test_a_node_that_dies_before_its_last_rename_loses_no_step(
-    node: str, a: Path, b: Path, whole: Path
-) -> None:
+def test_a_node_that_dies_before_its_last_rename_loses_no_step(node, a, b, whole):
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     killed = on_nodes([(a, 2), (b, 1)], die_at_the_last_rename, arguments, node)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -310,9 +298,7 @@ def test_a_node_that_dies_before_its_last_rename_loses_no_step(
     ).read_bytes()
 
 
-def test_verify_and_export_take_all_parts(
-    a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_and_export_take_all_parts(a, b, tmp_path, capsys):
     one, other, older = (
         str(checkpoint(a / "run", 4)),
         str(checkpoint(b / "run", 4)),
@@ -340,9 +326,7 @@ def test_verify_and_export_take_all_parts(
         assert not (tmp_path / "none").exists() and not (tmp_path / ".none.writing").exists()
 
 
-def test_verify_reads_the_copies_of_all_parts(
-    a: Path, b: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reads_the_copies_of_all_parts(a, b, capsys):
     parts = [str(checkpoint(folder / "run", 4)) for folder in (a, b)]
     copy = Path(parts[1]) / "huggingface/config.json"
     copy.write_bytes(copy.read_bytes() + b" ")
@@ -386,7 +370,7 @@ def damage_before_the_export(arguments: list[str], damage: str) -> None:
         *(pytest.param(damage, marks=pytest.mark.full) for damage in ("truncated", "missing")),
     ],
 )
-def test_no_rank_waits_for_a_damaged_part(damage: str, a: Path, b: Path) -> None:
+def test_no_rank_waits_for_a_damaged_part(damage, a, b):
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
     assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
@@ -421,9 +405,7 @@ def damage_before_the_load(arguments: list[str], damage: str) -> None:
         ),
     ],
 )
-def test_damage_between_check_and_load_ends_all_ranks(
-    damage: str, said: str, a: Path, b: Path
-) -> None:
+def test_damage_between_check_and_load_ends_all_ranks(damage, said, a, b):
     """The disks were swapped: the ranks wait for what the other node sends."""
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     done = on_nodes([(b, 2), (a, 1)], damage_before_the_load, arguments, damage)
@@ -437,9 +419,7 @@ KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
 
 
 @pytest.mark.full
-def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(
-    a: Path, b: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(a, b, tmp_path):
     """It may be node 0's, if all parts are on the other disks.
 
     An older checkpoint is deleted once `keep` newer ones are on all disks.
@@ -458,7 +438,7 @@ def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(
             ]
 
 
-def test_a_checkpoint_that_one_disk_did_not_commit_does_not_count(a: Path, b: Path) -> None:
+def test_a_checkpoint_that_one_disk_did_not_commit_does_not_count(a, b):
     unnamed = Fault("rename", "*/.checkpoint_0000006.*", fails(errno.EIO), rank=2)
     arguments = ["--config", "config.yaml", *KEEP_2, "train.max_steps=8"]
     done = on_nodes([(a, 2), (b, 1)], run_with, [unnamed], arguments)

@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) ->
     return folder
 
 
-def test_every_tensor_of_the_source_comes_back(folder: Path) -> None:
+def test_every_tensor_of_the_source_comes_back(folder):
     source, written = all_tensors(folder / "source"), all_tensors(folder / "runs/config/model")
     assert kinds(written) == kinds(source)
     assert len({tensor.dtype for tensor in source.values()}) == 2
@@ -99,7 +99,7 @@ def test_every_tensor_of_the_source_comes_back(folder: Path) -> None:
     assert {"lm_head.weight", "model.layers.2.mlp.gate.weight", "model.norm.weight"} <= moved
 
 
-def test_every_file_beside_the_weights_comes_back(folder: Path) -> None:
+def test_every_file_beside_the_weights_comes_back(folder):
     """But config.json does not say where its maker had it."""
     source, model = folder / "source", folder / "runs/config/model"
     expected = read_config(source)
@@ -109,9 +109,7 @@ def test_every_file_beside_the_weights_comes_back(folder: Path) -> None:
         assert (model / file).read_bytes() == (source / file).read_bytes(), file
 
 
-def test_an_export_without_the_source_says_what_it_leaves_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_without_the_source_says_what_it_leaves_out(folder, tmp_path, capsys):
     saved = str(checkpoint(folder / "runs/config", 2))
     assert run(["export", saved, str(tmp_path / "with")]) == 0
     assert digests(tmp_path / "with") == digests(folder / "runs/config/model")
@@ -140,9 +138,7 @@ def test_an_export_without_the_source_says_what_it_leaves_out(
     assert read_config(tmp_path / "without") == config
 
 
-def test_verify_names_the_damaged_file_of_a_model(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_the_damaged_file_of_a_model(folder, tmp_path, capsys):
     """Next to a checkpoint, whose parts are named in the same line."""
     model = Path(shutil.copytree(folder / "runs/config/model", tmp_path / "model"))
     both = ["verify", str(checkpoint(folder / "runs/config", 2)), str(model)]
@@ -162,7 +158,7 @@ def test_verify_names_the_damaged_file_of_a_model(
     assert capsys.readouterr().err == f"ERROR: {model}/tokenizer.json: is missing - {remedy}\n"
 
 
-def test_tied_weights_that_the_source_has_twice(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_tied_weights_that_the_source_has_twice(tmp_path, models):
     """And without the prefix that transformers gives them."""
     source = Path(shutil.copytree(models["llama"], tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
@@ -186,9 +182,7 @@ def test_tied_weights_that_the_source_has_twice(tmp_path: Path, models: dict[str
     )
 
 
-def test_names_that_fit_nothing_are_refused(
-    tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_fit_nothing_are_refused(tmp_path, models, capsys):
     """Before a weight is read, and by the plan."""
     source = Path(shutil.copytree(models["llama"], tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")

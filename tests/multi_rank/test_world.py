@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def errors_in(output: str) -> list[str]:
         (agree, 0, []),
     ],
 )
-def test_all_ranks_end_together(work: Any, code: int, errors: list[str], tmp_path: Path) -> None:
+def test_all_ranks_end_together(work, code, errors, tmp_path):
     done = on_ranks(3, take_part, work, cwd=tmp_path, timeout_s=15)
     assert done.returncode == code, done.stderr
     found = errors_in(done.stderr)
@@ -99,7 +98,7 @@ def test_all_ranks_end_together(work: Any, code: int, errors: list[str], tmp_pat
     assert done.stdout == ("said by 0\n" if work is agree else "")
 
 
-def test_a_problem_that_not_all_nodes_have_names_those_that_do(tmp_path: Path) -> None:
+def test_a_problem_that_not_all_nodes_have_names_those_that_do(tmp_path):
     nodes = [(tmp_path / "a", 2), (tmp_path / "b", 1)]
     for folder, _ in nodes:
         folder.mkdir()

@@ -15,7 +15,7 @@ from shardtune.planner.at_once import at_once
 HERE = os.getpid()
 
 
-def test_results_come_in_the_order_of_the_functions(capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_come_in_the_order_of_the_functions(capfd):
     """Libraries say what they say once."""
 
     def work() -> int:
@@ -28,7 +28,7 @@ def test_results_come_in_the_order_of_the_functions(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "a warning\n"
 
 
-def test_what_fails_in_a_fork_fails_or_works_here(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_in_a_fork_fails_or_works_here(capfd):
     """A traceback of the fork would be the second one."""
 
     def refuse() -> None:
@@ -45,14 +45,14 @@ def test_what_fails_in_a_fork_fails_or_works_here(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
-def test_a_process_of_a_pool_computes_everything_itself() -> None:
+def test_a_process_of_a_pool_computes_everything_itself():
     with multiprocessing.get_context("fork").Pool(1) as pool:
         first, second = pool.apply(at_once, [[os.getpid, os.getpid]])
     assert first == second != HERE
 
 
 @pytest.mark.timeout(60)
-def test_a_fork_does_not_wait_for_threads_that_it_lacks() -> None:
+def test_a_fork_does_not_wait_for_threads_that_it_lacks():
     rows = torch.ones(1 << 20)
     torch.set_num_threads(2)
     try:
@@ -66,7 +66,7 @@ def _sum(rows: torch.Tensor) -> int:
     return int((rows + 0).sum().item())
 
 
-def test_what_gets_no_fork_is_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gets_no_fork_is_called_here(monkeypatch):
     def fork(*_: object) -> None:
         raise OSError("Cannot allocate memory")
 

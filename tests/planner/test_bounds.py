@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from helpers.planned import (
@@ -18,7 +17,6 @@ from helpers.planned import (
 from transformers import (
     Llama4TextConfig,
     LlamaConfig,
-    PreTrainedConfig,
 )
 
 from shardtune.__main__ import run
@@ -29,9 +27,7 @@ from shardtune.planner.shapes import rough_memory
 from shardtune.planner.verdict import verdict
 
 
-def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(tmp_path, capsys):
     # No forward of it runs: the default 8 key heads are more than its heads.
     sizes = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2}
     Llama4TextConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
@@ -43,9 +39,7 @@ def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(
     assert "The run fits" in said
 
 
-def test_an_architecture_that_no_run_accepts_has_the_refusal_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_architecture_that_no_run_accepts_has_the_refusal_of_a_run(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(GLM.to_dict() | {"model_type": "glm9"}))
     for given in (["--config", str(CONFIG), f"model.path={tmp_path}"], [str(tmp_path)]):
         assert run(["plan", *given]) == 2
@@ -55,7 +49,7 @@ def test_an_architecture_that_no_run_accepts_has_the_refusal_of_a_run(
         assert printed.out == ""
 
 
-def test_a_bound_says_only_what_it_shows() -> None:
+def test_a_bound_says_only_what_it_shows():
     """Above it the run fits, and below the states it does not; between them nobody knows."""
 
     def planned(memory_bytes: float) -> Plan:
@@ -96,9 +90,7 @@ def test_a_bound_says_only_what_it_shows() -> None:
         (GLM, ["lora.rank=8", "parallel.expert=4"], 8e9),
     ],
 )
-def test_a_bound_has_the_traffic_of_a_simulated_step(
-    model_config: PreTrainedConfig, assignments: list[str], memory_bytes: float
-) -> None:
+def test_a_bound_has_the_traffic_of_a_simulated_step(model_config, assignments, memory_bytes):
     """What is gathered is freed with the smaller memory, and kept with the larger one."""
     config, cut = configured(*assignments), with_layers(model_config, 4)
     machine = Machine(2, 4, memory_bytes, 1, 1, 1)
@@ -110,7 +102,7 @@ def test_a_bound_has_the_traffic_of_a_simulated_step(
         assert received == pytest.approx(expected, rel=0.1 if len(bound.traffic) > 1 else 0.001)
 
 
-def test_each_rank_that_shares_rows_gets_the_key_heads_that_it_needs() -> None:
+def test_each_rank_that_shares_rows_gets_the_key_heads_that_it_needs():
     """Each of four ranks gets two of eight heads, and a copy of one of two key heads."""
     plan = bound_plan(configured("parallel.context=4"), LLAMA, Machine(1, 4, 8e9, 1, 1, 1))
     sent = {each.kind: size for each, size in plan.traffic[0].items()}
@@ -118,7 +110,7 @@ def test_each_rank_that_shares_rows_gets_the_key_heads_that_it_needs() -> None:
     assert sent["all-to-all"] == 2 * 2 * 64 * LLAMA.num_hidden_layers * 32 * (8 + 4 + 4 + 8)
 
 
-def test_a_bound_receives_once_what_is_kept() -> None:
+def test_a_bound_receives_once_what_is_kept():
     def received(memory_bytes: float) -> dict[str, int]:
         machine = Machine(1, 2, memory_bytes, 1, 1, 1)
         settings = configured("train.gradient_accumulation_steps=4")
@@ -146,9 +138,7 @@ def test_a_bound_receives_once_what_is_kept() -> None:
         ),
     ],
 )
-def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
-    model_config: PreTrainedConfig, assignments: list[str]
-) -> None:
+def test_the_bound_from_shapes_alone_is_above_a_simulated_step(model_config, assignments):
     config = configured(*assignments)
     machine = Machine(1, 8, 8e9, 1, 1, 1, is_gpu=False)
     plan, bound = (planned(config, model_config, machine) for planned in (make_plan, bound_plan))
@@ -166,9 +156,7 @@ def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
         ),
     ],
 )
-def test_an_estimate_copies_no_weights_that_a_simulated_step_does_not(
-    assignments: list[str], most: float
-) -> None:
+def test_an_estimate_copies_no_weights_that_a_simulated_step_does_not(assignments, most):
     """On one GPU, in short rows, so that weights are most of what it holds."""
     sizes = {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 3}
     wide = LlamaConfig(**LLAMA.to_dict() | sizes)

@@ -40,9 +40,7 @@ SOURCES = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_planned_steps_are_those_of_the_run(
-    data: st.DataObject, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_steps_are_those_of_the_run(data, model, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path))
     sources = data.draw(SOURCES)
     for number, source in enumerate(sources):

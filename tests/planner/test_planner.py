@@ -30,7 +30,6 @@ from helpers.planned import (
 )
 from transformers import (
     AutoModelForCausalLM,
-    PreTrainedConfig,
 )
 
 from shardtune.__main__ import run
@@ -65,9 +64,7 @@ SHALLOW = with_layers(GLM, 2)
         ("mmmm", None),
     ],
 )
-def test_a_cut_model_ends_as_the_whole_one_does(
-    kinds: str, expected: tuple[int, int] | None
-) -> None:
+def test_a_cut_model_ends_as_the_whole_one_does(kinds, expected):
     assert cuts(kinds) == expected
     if expected:
         short, long = expected
@@ -92,9 +89,7 @@ def test_a_cut_model_ends_as_the_whole_one_does(
         ),
     ],
 )
-def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
-    model_config: PreTrainedConfig, assignments: list[str]
-) -> None:
+def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(model_config, assignments):
     config, policy = configured(*assignments), ReshardPolicy(0, False)
     with fake_world(Layout.of(config, 8), 4) as world:
         lengths = cuts(layer_kinds(build_on_meta(config, model_config, world)))
@@ -120,7 +115,7 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype: str) -> None:
+def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype):
     """Its compute copies, and the gradients unless they are added up in another dtype."""
     machine = Machine(1, 1, 80e9, 1e9, 1e9, 1e12)
     plan = bound_plan(configured(f"model.reduce_dtype={reduce_dtype}"), LLAMA, machine)
@@ -146,13 +141,13 @@ def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype: str) -> None:
     ],
 )
 def test_a_collective_moves_as_much_as_its_ring(
-    kind: str, ranks_of_nodes: list[int], backend: str, into_a_node: float, into_a_rank: float
-) -> None:
+    kind, ranks_of_nodes, backend, into_a_node, into_a_rank
+):
     moved = collective_bytes(kind, 48, ranks_of_nodes, backend)
     assert moved == (into_a_node, into_a_rank)
 
 
-def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank() -> None:
+def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank():
     machine = Machine(2, 8, 1, 1, 1, 1)
     everyone, node, pair = tuple(range(16)), tuple(range(8)), (0, 8)
     traffic = {
@@ -174,9 +169,7 @@ def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank() -> None
     assert inside == received
 
 
-def test_the_command_needs_config_json_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_needs_config_json_alone(tmp_path, capsys):
     model_config = with_layers(LLAMA, 2)
     model_config.save_pretrained(tmp_path)
     machine = ["--nodes", "1", "--gpus-per-node", "2"]
@@ -203,15 +196,13 @@ def test_the_command_needs_config_json_alone(
         ),
     ],
 )
-def test_a_step_under_a_mask_or_in_float32_is_simulated(
-    model_config: PreTrainedConfig, assignments: list[str], attention: str
-) -> None:
+def test_a_step_under_a_mask_or_in_float32_is_simulated(model_config, assignments, attention):
     plan = make_plan(configured(*assignments), model_config, MACHINE)
     assert attention in plan.attention
     assert not plan.reason
 
 
-def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
+def test_what_stays_gathered_takes_half_of_what_is_left():
     """A step that keeps as many groups sends what the plan counts, and takes no more memory."""
     settings = ["parallel.expert=4", "data.max_length=64", *STEPS]
     config, model_config = configured(*settings), with_layers(GLM, 4)
@@ -234,7 +225,7 @@ def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
 
 
 @pytest.mark.full
-def test_experts_that_are_not_shared_do_not_stay_gathered() -> None:
+def test_experts_that_are_not_shared_do_not_stay_gathered():
     """They would be copied once instead of in each pass, and travel in neither case."""
     machine, model_config = replace(MACHINE, memory_bytes=4.042e9), with_layers(GLM, 4)
     config = configured("parallel.expert=8", "data.max_length=64", *STEPS)
@@ -243,8 +234,8 @@ def test_experts_that_are_not_shared_do_not_stay_gathered() -> None:
 
 
 def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     with_layers(LLAMA, 2).save_pretrained(tmp_path)
     figures = [{"between": 2e9 * n, "inside": 3e9 * n, "flops": [5e12 * n, 4e12]} for n in (2, 1)]
     slowest = write_measured(tmp_path / "run", [2, 2], figures)
@@ -262,9 +253,7 @@ def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measur
     assert float(inside) == pytest.approx((2 + 4) * numel * 3 / 4 / 1e9, rel=0.02)
 
 
-def test_the_run_takes_as_many_hours_as_its_steps(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_run_takes_as_many_hours_as_its_steps(models, tmp_path, capsys):
     data = write_jsonl(tmp_path / "train.jsonl", chats(40))
     given = [f"model.path={models['llama']}", "data.max_length=64"]
     given += ["data.packing=false", "data.eval=null", "train.epochs=3", "train.max_steps=null"]
@@ -301,9 +290,7 @@ def test_the_run_takes_as_many_hours_as_its_steps(
 @pytest.mark.parametrize(
     "suffix", [".gz", *(pytest.param(each, marks=pytest.mark.full) for each in ("", ".parquet"))]
 )
-def test_a_sample_stands_for_as_many_records_as_are_read(
-    suffix: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_sample_stands_for_as_many_records_as_are_read(suffix, models, tmp_path):
     draw = random.Random(0)
     sizes = range(500, 3500) if suffix == ".parquet" else [1000] * 3000
     records = [{"text": draw.randbytes(size).hex()} for size in sizes]
@@ -325,7 +312,7 @@ def test_a_sample_stands_for_as_many_records_as_are_read(
         assert found.steps == pytest.approx(records_read / 4, rel=0.02)
 
 
-def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path: Path) -> None:
+def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path):
     """Each of 8 ranks of a node dequantises its slice in float32, the dtype of masters."""
     sizes = []
     for quantization in ({}, {"quantization_config": {"quant_method": "fp8"}}):
@@ -342,7 +329,7 @@ def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path: P
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_all_nodes_together_copy_what_one_checkpoint_has(replicas: int) -> None:
+def test_all_nodes_together_copy_what_one_checkpoint_has(replicas):
     config = configured(f"parallel.replicate={replicas}", "checkpoint.mode=async")
     storage = bound_plan(config, LLAMA, Machine(2, 4, 80e9, 1, 1, 1)).storage
     assert 2 * storage.staging_bytes == pytest.approx(storage.checkpoint_bytes, rel=0.01)
@@ -352,7 +339,7 @@ def test_all_nodes_together_copy_what_one_checkpoint_has(replicas: int) -> None:
 
 @pytest.mark.parametrize("lora", [[], ["lora.rank=8"], ["lora.rank=8", "export.merge=false"]])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_a_run_takes_the_planned_disk_and_hours(lora: list[str], stages: int) -> None:
+def test_a_run_takes_the_planned_disk_and_hours(lora, stages):
     """Each better model is written before the last one is deleted."""
     given = [f"parallel.stages={stages}", "train.gradient_accumulation_steps=6"]
     config = configured(*lora, *given, "eval.keep_best=true", "export.dtype=float32")
@@ -375,7 +362,7 @@ def test_a_run_takes_the_planned_disk_and_hours(lora: list[str], stages: int) ->
     assert float(hours) == pytest.approx(9 * plan.floor_s / 3600, rel=0.01)
 
 
-def test_a_node_must_hold_the_inputs_of_its_ranks_layers() -> None:
+def test_a_node_must_hold_the_inputs_of_its_ranks_layers():
     given = "model.activation_checkpointing=offload", "train.gradient_accumulation_steps=2"
     given += "data.max_length=1000", "model.compute_dtype=bfloat16"
     config = configured(*given)
@@ -389,7 +376,7 @@ def test_a_node_must_hold_the_inputs_of_its_ranks_layers() -> None:
     assert bound_plan(config, LLAMA, MACHINE).storage.inputs_bytes == needed
 
 
-def test_a_node_must_hold_the_states_that_its_gpus_do_not() -> None:
+def test_a_node_must_hold_the_states_that_its_gpus_do_not():
     config = configured("optimizer.offload=true", "model.compute_dtype=bfloat16")
     plan = bound_plan(config, LLAMA, MACHINE)
     numel = plan.parameters // MACHINE.ranks  # of a rank
@@ -416,7 +403,7 @@ def test_a_node_must_hold_the_states_that_its_gpus_do_not() -> None:
     assert bound_plan(adapted, LLAMA, MACHINE).states.host == 0
 
 
-def test_a_recomputed_forward_takes_a_third_more_time() -> None:
+def test_a_recomputed_forward_takes_a_third_more_time():
     plain, full = (
         bound_plan(configured(f"model.activation_checkpointing={name}"), LLAMA, MACHINE)
         for name in ("none", "full")
@@ -426,13 +413,13 @@ def test_a_recomputed_forward_takes_a_third_more_time() -> None:
     assert ratio == pytest.approx(4 / 3)
 
 
-def test_an_update_holds_weights_gradients_and_moments() -> None:
+def test_an_update_holds_weights_gradients_and_moments():
     plan = make_plan(configured("data.max_length=32"), with_layers(LLAMA, 2), MACHINE)
     assert plan.peaks["optimizer"].n_bytes >= plan.states.total
     assert plan.peaks["load"].n_bytes == plan.states.parameters
 
 
-def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
+def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean():
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=1")
     cut, policy = SHALLOW, ReshardPolicy(0, False)
     with fake_world(Layout.of(config, 4), 4) as world:
@@ -446,9 +433,7 @@ def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> 
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 152_000])
-def test_chunks_of_logits_and_the_workspace_of_attention_are_those_of_the_device(
-    vocabulary: int,
-) -> None:
+def test_chunks_of_logits_and_the_workspace_of_attention_are_those_of_the_device(vocabulary):
     """Of 4096 tokens of 152,000 words a GPU has all logits at once, and a CPU 0.27 GB."""
     model_config = with_layers(LLAMA, 2)
     model_config.vocab_size = vocabulary
@@ -466,7 +451,7 @@ def test_chunks_of_logits_and_the_workspace_of_attention_are_those_of_the_device
         assert other < sums < mine < 1.2 * sums
 
 
-def test_each_further_micro_batch_sends_as_much() -> None:
+def test_each_further_micro_batch_sends_as_much():
     def sent(micro_batches: int) -> int:
         config = configured(f"train.gradient_accumulation_steps={micro_batches}")
         with fake_world(Layout.of(config, 4), 4) as world:
@@ -477,7 +462,7 @@ def test_each_further_micro_batch_sends_as_much() -> None:
     assert four - three == three - two > 0
 
 
-def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike() -> None:
+def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike():
     """With the ranks of its own groups."""
     config = configured("parallel.stages=4", "train.gradient_accumulation_steps=4")
     plan = bound_plan(config, DEEP, MACHINE)

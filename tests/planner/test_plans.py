@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -16,7 +15,7 @@ from shardtune.planner.plan import bound_plan
 from shardtune.planner.search import Search
 
 
-def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments() -> None:
+def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments():
     text = (REPOSITORY / "config.yaml").read_text(encoding="utf-8").replace("\n#", "")
     plan = plan_of("--gpu-memory 80", bound_plan)
     assert f"for {plan.parameters:,} parameters on 16 GPUs of 80 GB" in text
@@ -25,7 +24,7 @@ def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments() 
 
 
 @pytest.mark.full
-def test_the_shipped_configuration_fits_and_takes_what_its_comments_say() -> None:
+def test_the_shipped_configuration_fits_and_takes_what_its_comments_say():
     text = (REPOSITORY / "config.yaml").read_text(encoding="utf-8").replace("\n#", "")
     plan = plan_of("--gpu-memory 80")
     assert plan.fits
@@ -41,7 +40,7 @@ def test_the_shipped_configuration_fits_and_takes_what_its_comments_say() -> Non
 
 
 @pytest.mark.full
-def test_the_page_has_what_the_code_computes() -> None:
+def test_the_page_has_what_the_code_computes():
     for page, plans in ((PAGE, 2), (LONG_ROWS, 4)):
         text = page.read_text(encoding="utf-8")
         assert len(re.findall("<!-- plans? ", text)) == plans
@@ -49,7 +48,7 @@ def test_the_page_has_what_the_code_computes() -> None:
 
 
 @pytest.mark.full
-def test_rows_twice_as_long_take_what_the_page_says(tmp_path: Path) -> None:
+def test_rows_twice_as_long_take_what_the_page_says(tmp_path):
     settings = json.loads((CONFIGS / "glm-4.5-air/config.json").read_text(encoding="utf-8"))
     more = settings | {"max_position_embeddings": 262144}
     (tmp_path / "config.json").write_text(json.dumps(more), encoding="utf-8")
@@ -61,7 +60,7 @@ def test_rows_twice_as_long_take_what_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_changes_of_one_line_need_what_the_shipped_comments_say() -> None:
+def test_the_changes_of_one_line_need_what_the_shipped_comments_say():
     text = (REPOSITORY / "config.yaml").read_text(encoding="utf-8").replace("\n#     ", " ")
     changes = re.findall(r"^#   .*16 x (\d+) GB.* (\d+) GB: (\S.+)$", text, re.MULTILINE)
     assert len(changes) == 3
@@ -73,9 +72,7 @@ def test_the_changes_of_one_line_need_what_the_shipped_comments_say() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("nic_gbps", "is_shipped"), [(100, True), (3200, False)])
-def test_the_shipped_configuration_is_the_fastest_mesh_of_its_network(
-    nic_gbps: int, is_shipped: bool
-) -> None:
+def test_the_shipped_configuration_is_the_fastest_mesh_of_its_network(nic_gbps, is_shipped):
     """And on the faster one that of its comments."""
     plan = plan_of(f"--gpu-memory 80 --nic-gbps {nic_gbps}")
     model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")

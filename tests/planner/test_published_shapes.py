@@ -34,7 +34,7 @@ SHAPES = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_is_simulated_and_its_documents_are_told_apart(name: str) -> None:
+def test_a_step_is_simulated_and_its_documents_are_told_apart(name):
     nodes, billions, settings = SHAPES[name]
     given = [f"model.path={CONFIGS / name}", "data.train=unread", "data.max_length=4096"]
     given += ["train.gradient_accumulation_steps=2", "model.activation_checkpointing=full"]
@@ -47,15 +47,13 @@ def test_a_step_is_simulated_and_its_documents_are_told_apart(name: str) -> None
     )
 
 
-def test_every_shape_has_a_source() -> None:
+def test_every_shape_has_a_source():
     lines = (CONFIGS / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in lines for name in SHAPES)
 
 
 @pytest.mark.full
-def test_a_type_of_its_own_is_planned_as_its_class_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_type_of_its_own_is_planned_as_its_class_and_said(tmp_path, capsys):
     config = json.loads((CONFIGS / "kimi-k2/config.json").read_text(encoding="utf-8"))
     config |= {"num_hidden_layers": 2, "n_routed_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

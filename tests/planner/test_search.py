@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.commands import REPOSITORY
@@ -68,7 +67,7 @@ def searched(
 
 
 @pytest.mark.full
-def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages() -> None:
+def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages():
     config = configured("train.gradient_accumulation_steps=4", "parallel.expert=4")
     plan, (change,), simulated = searched(config, GLM, machine(40e9))
     assert simulated == 1
@@ -89,7 +88,7 @@ def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("node_bytes_per_s", [NARROW_LINK, 5e9, WIDE_LINK])
-def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s: float) -> None:
+def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s):
     config = configured("train.gradient_accumulation_steps=2", "parallel.expert=4")
     plan, changes, _ = searched(config, GLM, machine(5e9, node_bytes_per_s))
     best = changes[0].plan if changes else plan
@@ -108,7 +107,7 @@ def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s
         assert not other.fits or best.floor_s < 1.06 * other.floor_s, mesh
 
 
-def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price() -> None:
+def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price():
     config = configured("train.gradient_accumulation_steps=2")
     plan, changes, simulated = searched(config, LLAMA, machine(4.8e9))
     assert not plan.fits
@@ -124,7 +123,7 @@ def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price() -> N
     assert seconds == sorted(seconds)
 
 
-def test_ranks_share_long_rows_before_these_are_halved() -> None:
+def test_ranks_share_long_rows_before_these_are_halved():
     """As many more micro-batches keep the rows of a step."""
     more = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]
     more.append("model.reduce_dtype=bfloat16")
@@ -138,7 +137,7 @@ def test_ranks_share_long_rows_before_these_are_halved() -> None:
     assert f"parallel.context={values['parallel.context']}" in launch_command(change, [])
 
 
-def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
+def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that():
     """GPT-J attends under a mask, and Mamba keeps a state."""
     config = configured("data.max_length=2048", "train.gradient_accumulation_steps=2")
     small = {"vocab_size": 100, "hidden_size": 64}
@@ -153,7 +152,7 @@ def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
 
 
 @pytest.mark.full
-def test_states_go_to_host_memory_before_less_is_trained() -> None:
+def test_states_go_to_host_memory_before_less_is_trained():
     """On one GPU that holds neither them nor those of fewer digits."""
     of_one = replace(machine(7e9), nodes=1, ranks_per_node=1)
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 8}, intermediate_size=16384)
@@ -173,7 +172,7 @@ class Unlucky(Search):
 tried: list[Estimate] = []
 
 
-def test_the_last_simulation_goes_to_the_surest() -> None:
+def test_the_last_simulation_goes_to_the_surest():
     config = configured("model.activation_checkpointing=none", "data.max_length=2048")
     plan = bound_plan(config, LLAMA, machine(5e9))
     assert Unlucky(plan, Simulations(LLAMA)).changes() == []
@@ -190,9 +189,7 @@ def test_the_last_simulation_goes_to_the_surest() -> None:
         (24, 4096, 8, {"model.activation_checkpointing": "full", "optimizer.offload": True}),
     ],
 )
-def test_a_node_that_holds_llama_with_other_settings_is_told_them(
-    memory_gb: int, row: int, ranks: int, helps: dict[str, Any]
-) -> None:
+def test_a_node_that_holds_llama_with_other_settings_is_told_them(memory_gb, row, ranks, helps):
     model_config = AutoConfig.from_pretrained(CONFIGS / "llama-3.1-8b")
     config = configured("model.activation_checkpointing=none", f"data.max_length={row}")
     one = Machine(1, ranks, memory_gb * 1e9, 1e10, 4e11, 1e15)
@@ -208,7 +205,7 @@ def test_a_node_that_holds_llama_with_other_settings_is_told_them(
         ("model.activation_checkpointing=offload", {"model.activation_checkpointing": "full"}),
     ],
 )
-def test_where_host_memory_is_short_what_it_holds_goes_back(given: str, back: object) -> None:
+def test_where_host_memory_is_short_what_it_holds_goes_back(given, back):
     config = configured(given, "train.gradient_accumulation_steps=2", "parallel.replicate=2")
     plan = bound_plan(config, LLAMA, replace(machine(1e12), host_bytes=1e6))
     search = Search(plan, Simulations(LLAMA))
@@ -229,7 +226,7 @@ def test_where_host_memory_is_short_what_it_holds_goes_back(given: str, back: ob
 
 @pytest.mark.parametrize("replicate", [1, 4])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_host_memory_by_arithmetic_is_that_of_the_plan(stages: int, replicate: int) -> None:
+def test_host_memory_by_arithmetic_is_that_of_the_plan(stages, replicate):
     """Else the few simulations would go to meshes that a node cannot hold."""
     mesh = [f"parallel.stages={stages}", f"parallel.replicate={replicate}"]
     more = [*mesh, "train.gradient_accumulation_steps=4", "optimizer.offload=true"]
@@ -239,7 +236,7 @@ def test_host_memory_by_arithmetic_is_that_of_the_plan(stages: int, replicate: i
     assert Search(plan, Simulations(GLM)).own.pinned_bytes == pytest.approx(held, rel=0.02)
 
 
-def test_the_fewest_nodes_that_hold_a_large_model_are_said() -> None:
+def test_the_fewest_nodes_that_hold_a_large_model_are_said():
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 64}, intermediate_size=16384)
     plan = bound_plan(configured(), deep, machine(6.5e9))
     assert plan.states.total > plan.machine.memory_bytes
@@ -256,7 +253,7 @@ def test_the_fewest_nodes_that_hold_a_large_model_are_said() -> None:
     assert Search(too_small, Simulations(deep)).fewest_nodes() is None
 
 
-def test_nodes_are_counted_for_layers_that_keep_their_inputs_alone() -> None:
+def test_nodes_are_counted_for_layers_that_keep_their_inputs_alone():
     """With all activations of these rows it fits on no number of them."""
     config = configured("model.activation_checkpointing=none", "data.max_length=4096")
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 24}, intermediate_size=4096)
@@ -265,7 +262,7 @@ def test_nodes_are_counted_for_layers_that_keep_their_inputs_alone() -> None:
     assert found and found.values["model.activation_checkpointing"] == "full"
 
 
-def test_where_another_mesh_fits_no_setting_changes() -> None:
+def test_where_another_mesh_fits_no_setting_changes():
     config = configured("train.gradient_accumulation_steps=2", "parallel.replicate=8")
     plan, (change,), _ = searched(config, LLAMA, machine(4.9e9))
     assert not plan.fits
@@ -273,7 +270,7 @@ def test_where_another_mesh_fits_no_setting_changes() -> None:
     assert change.values.keys() <= MESH and change.values["parallel.replicate"] == 1
 
 
-def test_an_architecture_that_cannot_be_cut_is_offered_no_stages() -> None:
+def test_an_architecture_that_cannot_be_cut_is_offered_no_stages():
     """GPT-2 adds positions to what its embedding gives."""
     config = configured("train.gradient_accumulation_steps=4")
     faster = []
@@ -284,7 +281,7 @@ def test_an_architecture_that_cannot_be_cut_is_offered_no_stages() -> None:
     assert faster[1] is None
 
 
-def test_a_resumed_run_is_offered_only_keys_that_it_may_change() -> None:
+def test_a_resumed_run_is_offered_only_keys_that_it_may_change():
     config = configured("train.gradient_accumulation_steps=2")
     simulations = Simulations(LLAMA)
     plan = make_plan(config, LLAMA, machine(4.4e9), simulations)
@@ -292,7 +289,7 @@ def test_a_resumed_run_is_offered_only_keys_that_it_may_change() -> None:
     assert [change.values for change in changes] == [{"lora.rank": 16}]
 
 
-def test_a_command_keeps_what_was_given_and_names_the_whole_mesh() -> None:
+def test_a_command_keeps_what_was_given_and_names_the_whole_mesh():
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=4")
     given = ["--config=my run.yaml", "optimizer.lr=1e-4", "parallel.replicate=2"]
     values = {"parallel.stages": 2, "parallel.replicate": 1}

@@ -39,9 +39,7 @@ def n_kernels(measured: Measured) -> int:
 
 
 @pytest.mark.parametrize("rows", ["", pytest.param("data.packing=false", marks=pytest.mark.full)])
-def test_gated_delta_rules_keep_as_much_of_short_rows(
-    delta_rule: Any, rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gated_delta_rules_keep_as_much_of_short_rows(delta_rule, rows, monkeypatch):
     given = f"data.max_length={_ROW}", "train.micro_batch_size=2", *filter(None, [rows])
     short = step(delta_rule, *given)
     monkeypatch.setattr(short_rows, "_SHORT_ROW", 2 * _ROW)
@@ -59,7 +57,7 @@ def test_gated_delta_rules_keep_as_much_of_short_rows(
 @pytest.mark.parametrize(
     ("architecture", "are_cut"), [("qwen3_next", True), ("kimi_linear", False)]
 )
-def test_rows_stay_where_each_channel_has_a_decay(architecture: str, are_cut: bool) -> None:
+def test_rows_stay_where_each_channel_has_a_decay(architecture, are_cut):
     """Of short ones Kimi Linear would hold up to 4% less."""
     mixers = state_mixers(packing_families.build(architecture))
     shorten_rows(mixers)

@@ -56,8 +56,8 @@ def experts() -> Any:
     ],
 )
 def test_weights_that_a_rank_computes_with_as_they_are_stored_are_not_fsdps(
-    ranks: int, assignments: list[str], left_alone: str
-) -> None:
+    ranks, assignments, left_alone
+):
     config = configured(*assignments)
     with fake_world(Layout.of(config, ranks), ranks) as world:
         model = build_on_meta(config, SHALLOW, world)
@@ -73,7 +73,7 @@ def test_weights_that_a_rank_computes_with_as_they_are_stored_are_not_fsdps(
 
 
 @pytest.mark.parametrize("has_experts", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_tiles_are_tried_where_a_step_does_not_fit_without(experts: Any, has_experts: bool) -> None:
+def test_tiles_are_tried_where_a_step_does_not_fit_without(experts, has_experts):
     config = configured(*LONG_ROWS, f"parallel.expert={4 if has_experts else 1}")
     model_config = experts if has_experts else OLMO
     simulations = Simulations(model_config)
@@ -88,7 +88,7 @@ def test_tiles_are_tried_where_a_step_does_not_fit_without(experts: Any, has_exp
     assert plan.fits and tiled.fits and not neither.fits
 
 
-def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> None:
+def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document():
     config = configured()
     with fake_world(Layout.of(config, 4), 4) as world:
         tried, known = (
@@ -99,7 +99,7 @@ def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> No
     assert replace(tried, attention=attention) == known
 
 
-def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with() -> None:
+def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with():
     """Some see windows of longer documents, and some no slices."""
     config, known = configured(), []
     with fake_world(Layout.of(config, 4), 4) as world:

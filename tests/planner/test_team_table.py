@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers.commands import REPOSITORY, completed
 from helpers.planned import LLAMA
 from transformers import LlamaConfig
@@ -50,7 +48,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 
 
-def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_path):
     """That takes seconds."""
     model = {
         "model_type": "own",
@@ -79,9 +77,7 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
     assert set(said[2 * len(REFUSED) :]) == {"0"}
 
 
-def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, capsys, monkeypatch):
     """Of a GPU 4 GB are allowed for the device's own; frozen weights fit into the rest.
 
     Each row is printed as soon as it is found.

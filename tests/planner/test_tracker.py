@@ -32,7 +32,7 @@ from shardtune.training.reshard import ReshardPolicy
         ("qwen3_moe", "lora.rank=4"),
     ],
 )
-def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> None:
+def test_peaks_are_those_of_pytorchs_tracker(family, assignment):
     given = ["model.path=unread", "model.compute_dtype=bfloat16", "data.train=unread"]
     config = load_config(Path("/dev/null"), [*given, "data.max_length=64", assignment], {})
     model_config = AutoConfig.for_model(family, **SMALL | FAMILIES.get(family, {}))
@@ -64,7 +64,7 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
     assert peak.by_cause[Cause.REDUCED] == found["REDUCE_SCATTER"] + found["UNSHARDED_GRAD"]
 
 
-def test_an_operator_that_dtensor_has_not_met_counts_its_shard_alone() -> None:
+def test_an_operator_that_dtensor_has_not_met_counts_its_shard_alone():
     config = load_config(Path("/dev/null"), ["model.path=unread", "data.train=unread"], {})
     tracker = Tracker()
     with (

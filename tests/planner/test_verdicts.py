@@ -16,13 +16,13 @@ NUMEL = {
 }
 
 
-def test_the_table_has_rows_of_each_model() -> None:
+def test_the_table_has_rows_of_each_model():
     assert len(ROWS) >= 12
     assert {line.split("|")[1].strip() for line in ROWS} == set(NUMEL)
 
 
 @pytest.mark.parametrize("model", NUMEL)
-def test_the_models_of_the_table_have_the_parameters_of_the_real_ones(model: str) -> None:
+def test_the_models_of_the_table_have_the_parameters_of_the_real_ones(model):
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / model))
     assert sum(parameter.numel() for parameter in built.parameters()) == NUMEL[model]
@@ -30,5 +30,5 @@ def test_the_models_of_the_table_have_the_parameters_of_the_real_ones(model: str
 
 @pytest.mark.full
 @pytest.mark.parametrize("line", ROWS)
-def test_a_row_is_what_the_code_computes(line: str) -> None:
+def test_a_row_is_what_the_code_computes(line):
     assert verdict_row(line) == f"{line}\n"

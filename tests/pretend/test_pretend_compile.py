@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,8 +46,8 @@ def said(output: str) -> list[str]:
 
 
 def test_a_gpu_without_triton_runs_eager_and_says_so_once_as_does_a_resume_that_compiles(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+    tmp_path, models
+):
     """Another process holds one of its 4 GB, which the run says at its start."""
     folder = write_inputs(tmp_path, models["llama"])
     given = [*RUN, "optimizer.name=adamw8bit", "model.compile=false", "data.eval=train.jsonl"]
@@ -66,9 +65,7 @@ def test_a_gpu_without_triton_runs_eager_and_says_so_once_as_does_a_resume_that_
         assert f"{name} was eager, is compiled" in line
 
 
-def test_experts_that_are_not_spread_gather_both_ways_on_a_gpu(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_experts_that_are_not_spread_gather_both_ways_on_a_gpu(tmp_path, models):
     folder = write_inputs(tmp_path, models["glm"])
     one_step = [*RUN, "train.max_steps=1", "eval.baseline=false"]
     finish(on_gpus(1, train_without_transformers_experts, one_step, cwd=folder))
@@ -86,8 +83,8 @@ def test_experts_that_are_not_spread_gather_both_ways_on_a_gpu(
     ],
 )
 def test_compiled_layers_have_the_losses_and_the_waits_of_eager_ones(
-    checkpointing: str, backend: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
+    checkpointing, backend, tmp_path, models
+):
     folder = write_inputs(tmp_path, models["glm"])
     given = [*RUN, "parallel.expert=2", f"model.activation_checkpointing={checkpointing}"]
     train_on_gpus(2, *given, "model.compile=false", "run.dir=eager", cwd=folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pretend_gpu
@@ -29,7 +28,7 @@ from shardtune.training.sharded_optimizer import ShardedOptimizer
 pytestmark = needs_compiler
 
 
-def test_the_device_does_as_a_gpu(tmp_path: Path) -> None:
+def test_the_device_does_as_a_gpu(tmp_path):
     """In one process: each of the checks below, which names itself where it fails."""
     done = on_gpus(1, _check_all, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

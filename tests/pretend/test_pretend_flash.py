@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from helpers.pretended import needs_compiler, train_on_gpus
@@ -80,8 +79,8 @@ SECOND = "FlashAttention 2, as 3 "
     ids=["missing", "installed", "broken", "not-deterministic", "too-wide"],
 )
 def test_flash_attention_3_runs_where_it_is_installed_and_repeats_on_every_rank(
-    gpus: int, package: str | None, name: str, calls: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
+    gpus, package, name, calls, tmp_path, models
+):
     folder = write_inputs(tmp_path, models["llama"])
     if package is not None:
         (folder / "flash_attn_interface.py").write_text(package)
@@ -94,9 +93,7 @@ def test_flash_attention_3_runs_where_it_is_installed_and_repeats_on_every_rank(
     assert (path.read_text().split() if path.exists() else []) == ["True"] * calls
 
 
-def test_flash_attention_3_is_left_to_models_without_dropout(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_flash_attention_3_is_left_to_models_without_dropout(tmp_path, models):
     folder = write_inputs(tmp_path, models["llama"], dropout=0.2)
     (folder / "flash_attn_interface.py").write_text(STAND_IN.replace("WRONG", ""))
     given = ["model.compute_dtype=bfloat16", "train.max_steps=1", "export.final=false"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ RUN = (
 LAYERS = 6
 
 
-def test_gradients_and_memory_of_rows_of_several_lengths(tmp_path: Path) -> None:
+def test_gradients_and_memory_of_rows_of_several_lengths(tmp_path):
     finish(on_gpus(1, _pass_rows, cwd=tmp_path))
 
 
@@ -92,9 +91,7 @@ def _kept_and_gradients(model: LlamaForCausalLM, row: torch.Tensor) -> tuple[int
         (2, "llama", ["parallel.replicate=2", "optimizer.name=adamw8bit"]),
     ],
 )
-def test_inputs_in_host_memory_change_no_bit_of_a_run(
-    gpus: int, name: str, assignments: list[str], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_inputs_in_host_memory_change_no_bit_of_a_run(gpus, name, assignments, tmp_path, models):
     deep = with_settings(models[name], tmp_path / "deep", num_hidden_layers=LAYERS)
     folder = write_inputs(tmp_path / "runs", deep)
     for kind in ("full", "offload"):

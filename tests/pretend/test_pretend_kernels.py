@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.commands import REPOSITORY, completed
@@ -62,8 +61,8 @@ CASES = [
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "assignments", "most"), CASES)
 def test_small_shapes_launch_move_and_wait_no_more_than_recorded(
-    family: str, assignments: list[str], most: dict[str, tuple[float, ...]], tmp_path: Path
-) -> None:
+    family, assignments, most, tmp_path
+):
     AutoConfig.for_model(family, **MODELS[family]).save_pretrained(tmp_path / family)
     (tmp_path / "config.yaml").touch()
     step = counted(
@@ -86,7 +85,7 @@ def test_small_shapes_launch_move_and_wait_no_more_than_recorded(
 
 
 @pytest.mark.full
-def test_the_command_prints_a_line_for_each_part(tmp_path: Path) -> None:
+def test_the_command_prints_a_line_for_each_part(tmp_path):
     AutoConfig.for_model("llama", **MODELS["llama"] | {"num_hidden_layers": 7}).save_pretrained(
         tmp_path / "llama"
     )

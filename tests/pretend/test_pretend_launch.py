@@ -29,9 +29,7 @@ def on_pretended(gpus: int, *command: str, cwd: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_a_node_is_checked_and_trains_on_its_gpus(
-    gpus: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_node_is_checked_and_trains_on_its_gpus(gpus, tmp_path, models):
     folder = write_inputs(tmp_path, models["glm"])
     write_jsonl(folder / "eval.jsonl", chats(5, seed=1))
     settings = [

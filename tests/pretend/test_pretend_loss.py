@@ -42,7 +42,7 @@ def count(out: Path) -> None:
     out.write_text(json.dumps(counted), encoding="utf-8")
 
 
-def test_a_plans_loss_is_that_of_the_compiler(tmp_path: Path) -> None:
+def test_a_plans_loss_is_that_of_the_compiler(tmp_path):
     finish(on_gpus(1, count, tmp_path / "counted", cwd=tmp_path))
     compiled = json.loads((tmp_path / "counted").read_text(encoding="utf-8"))
     for wants_gradients, (kernels, n_bytes) in zip((True, False), compiled, strict=True):
@@ -73,5 +73,5 @@ def count_graphs() -> None:
     assert graphs == counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_loss_that_is_compiled_before_the_first_step_is_compiled_for_all(tmp_path: Path) -> None:
+def test_a_loss_that_is_compiled_before_the_first_step_is_compiled_for_all(tmp_path):
     finish(on_gpus(1, count_graphs, cwd=tmp_path))

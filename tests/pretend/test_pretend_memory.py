@@ -27,9 +27,7 @@ ALL_FLOAT32 = (
     ("expert", "allocated", "reserved"),
     [(1, 136.7e9, 142.3e9), (8, None, None)],
 )
-def test_a_rank_of_glm_takes_two_steps(
-    expert: int, allocated: float | None, reserved: float | None
-) -> None:
+def test_a_rank_of_glm_takes_two_steps(expert, allocated, reserved):
     """Its states are exact; the peaks those of another measurement of the same step."""
     config = REPOSITORY / "config.yaml"
     peaks = hollow_peaks(config, GLM_4_5_AIR, 2, 8, *ALL_FLOAT32, f"parallel.expert={expert}")

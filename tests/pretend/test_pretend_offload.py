@@ -75,9 +75,7 @@ def assert_alike(run_dir: Path, expected: Path, first_step: int = 1) -> None:
         assert torch.equal(tensor, other), name
 
 
-def test_losses_norms_and_checkpoints_are_those_of_a_run_without(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_losses_norms_and_checkpoints_are_those_of_a_run_without(tmp_path, models):
     folder = write_inputs(tmp_path / "runs", models["llama"])
     train(1, folder, "run.dir=without")
     said = train(1, folder, OFFLOAD, "run.dir=with")
@@ -99,9 +97,7 @@ def train_compiled(assignments: list[str]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("assignments", [[BFLOAT16], [EIGHT_BITS]])
-def test_a_compiled_update_gives_the_same_bits(
-    assignments: list[str], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_compiled_update_gives_the_same_bits(assignments, tmp_path, models):
     folder = write_inputs(tmp_path / "runs", models["qwen3"])
     for kind, value in (("without", "false"), ("with", "true")):
         given = [*assignments, f"optimizer.offload={value}", f"run.dir={kind}"]
@@ -125,9 +121,7 @@ def test_a_compiled_update_gives_the_same_bits(
         (4, "glm", ["parallel.stages=2", "parallel.expert=2", "train.micro_batch_size=2"]),
     ],
 )
-def test_runs_with_and_without_resume_one_another(
-    gpus: int, name: str, assignments: list[str], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_runs_with_and_without_resume_one_another(gpus, name, assignments, tmp_path, models):
     folder = write_inputs(tmp_path / "runs", models[name])
     for kind, value in (("without", "false"), ("with", "true")):
         train(gpus, folder, *assignments, f"optimizer.offload={value}", f"run.dir={kind}")
@@ -141,9 +135,7 @@ def test_runs_with_and_without_resume_one_another(
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [[], ["parallel.replicate=2"], ["parallel.stages=2"]])
-def test_exported_weights_have_all_digits_of_masters(
-    mesh: list[str], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_exported_weights_have_all_digits_of_masters(mesh, tmp_path, models):
     folder = write_inputs(tmp_path / "runs", models["llama"])
     given = [*mesh, "data.eval_fraction=0.2", "eval.keep_best=true", "eval.every_steps=2"]
     given += ["export.final=true", "export.dtype=float32", "checkpoint.mode=sync"]
@@ -157,9 +149,7 @@ def test_exported_weights_have_all_digits_of_masters(
 
 
 @pytest.mark.full
-def test_a_step_without_a_finite_norm_names_the_gradient(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_step_without_a_finite_norm_names_the_gradient(tmp_path, models):
     folder = write_inputs(tmp_path / "runs", models["llama"])
     said = []
     for kind, value in (("without", "false"), ("with", "true")):
@@ -171,9 +161,7 @@ def test_a_step_without_a_finite_norm_names_the_gradient(
 
 
 @pytest.mark.full
-def test_weights_are_loaded_in_little_more_than_the_gpu_keeps_of_them(
-    tmp_path: Path,
-) -> None:
+def test_weights_are_loaded_in_little_more_than_the_gpu_keeps_of_them(tmp_path):
     shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 99}
     deep = LlamaConfig(**shape, num_hidden_layers=16, num_attention_heads=4)
     LlamaForCausalLM(deep).save_pretrained(tmp_path / "deep")
@@ -203,9 +191,7 @@ def train_with_little_host_memory(assignments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_a_node_without_that_memory_is_refused_before_weights_are_read(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_node_without_that_memory_is_refused_before_weights_are_read(tmp_path, models):
     folder = write_inputs(tmp_path / "runs", models["llama"])
     done = on_gpus(1, train_with_little_host_memory, [*RUN, OFFLOAD], cwd=folder)
     last = done.stderr.strip().splitlines()[-1]

@@ -45,9 +45,7 @@ def order(
     return [" ".join(event for event in line.split() if event not in "Xg") for line in lines]
 
 
-def test_layers_and_spread_experts_are_gathered_before_the_exchange_of_the_one_before(
-    tmp_path: Path,
-) -> None:
+def test_layers_and_spread_experts_are_gathered_before_the_exchange_of_the_one_before(tmp_path):
     """The first layer is dense. Layers that are computed again gather nothing."""
     forward = "forward: A A0 A1 A1e f A2 A2e f x S A3 A3e f x S f x S"
     backward = (
@@ -58,7 +56,7 @@ def test_layers_and_spread_experts_are_gathered_before_the_exchange_of_the_one_b
 
 
 @pytest.mark.full
-def test_dense_layers_are_gathered_one_ahead(tmp_path: Path) -> None:
+def test_dense_layers_are_gathered_one_ahead(tmp_path):
     assert order(tmp_path, "llama") == [
         "forward: A A0 A1 f A2 f A3 f f",
         "backward: A3 A2 b R3 A1 b R2 A0 b R1 b R0 R",
@@ -71,8 +69,8 @@ def test_dense_layers_are_gathered_one_ahead(tmp_path: Path) -> None:
     [(2, 0, "A0 A0e A1 A1e A2 A2e A3 A3e"), (4, 1, "A2 A2e A3 A3e"), (4, 3, "A7 A7e")],
 )
 def test_a_stage_gathers_its_layers_once_a_pass_with_several_micro_batches_in_flight(
-    stages: int, stage: int, gathered: str, tmp_path: Path
-) -> None:
+    stages, stage, gathered, tmp_path
+):
     more = [f"parallel.stages={stages}", "parallel.expert=2", "train.gradient_accumulation_steps=4"]
     lines = order(tmp_path, "qwen3_moe", *more, layers=8, stage=stage)
     assert len(lines) == 8
@@ -81,7 +79,7 @@ def test_a_stage_gathers_its_layers_once_a_pass_with_several_micro_batches_in_fl
         assert sorted(gathers) == gathered.split(), line
 
 
-def test_reductions_have_groups_of_their_own_that_time_out_with_the_others(tmp_path: Path) -> None:
+def test_reductions_have_groups_of_their_own_that_time_out_with_the_others(tmp_path):
     finish(on_gpus(4, write_groups, cwd=tmp_path))
     for rank in range(4):
         ranks = {"shard": [0, 1, 2, 3], "expert_shard": [rank % 2, rank % 2 + 2]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
@@ -12,7 +11,6 @@ from helpers.plain_training import save_new_model
 from helpers.pretended import assert_close, needs_compiler, train_on_gpus
 from helpers.ranks import train_each
 from helpers.small_runs import SETTINGS, write_inputs
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = needs_compiler
 
@@ -77,9 +75,7 @@ causal_conv1d_update = None
         pytest.param("mimo_v2_flash", False, marks=pytest.mark.full),
     ],
 )
-def test_numbers_are_those_of_a_cpu(
-    family: str, has_kernels: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_numbers_are_those_of_a_cpu(family, has_kernels, tokenizer, tmp_path):
     model = save_new_model(lambda: build(family), tokenizer, tmp_path / "saved")
     folder = write_inputs(tmp_path / "runs", model)
     write_jsonl(folder / "eval.jsonl", chats(5, seed=1))

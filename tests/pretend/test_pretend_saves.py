@@ -19,7 +19,7 @@ from shardtune.config import CheckpointConfig
 pytestmark = needs_compiler
 
 
-def test_a_save_has_the_weights_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
+def test_a_save_has_the_weights_of_its_step_though_training_goes_on(tmp_path):
     done = on_gpus(1, _save_and_update, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 

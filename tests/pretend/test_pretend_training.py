@@ -68,8 +68,8 @@ EXPERT_LAYERS, MICRO_BATCHES = 2, 2
     ],
 )
 def test_numbers_are_those_of_a_cpu_and_the_host_waits_once_a_step(
-    gpus: int, model: str, runs: list[list[str]], tmp_path: Path, models: dict[str, Path]
-) -> None:
+    gpus, model, runs, tmp_path, models
+):
     folder = write_inputs(tmp_path, models[model])
     write_jsonl(folder / "eval.jsonl", chats(5, seed=1))
     train_each([(gpus, [*RUN, *run, f"run.dir=cpu{i}"]) for i, run in enumerate(runs)], folder)
@@ -109,9 +109,7 @@ def assert_waits(run_dir: Path, rank: int, run: list[str]) -> None:
         pytest.param("glm", ["lora.rank=8", "lora.dropout=0.1"], marks=pytest.mark.full),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
-    model: str, run: list[str], tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(model, run, tmp_path, models):
     """With dropout, whose random numbers are the GPU's."""
     folder = write_inputs(tmp_path, models[model], dropout=0.2)
     write_jsonl(folder / "eval.jsonl", chats(5, seed=1))

@@ -62,7 +62,7 @@ def measure_norms(out: Path) -> None:
     out.write_text(json.dumps(measured), encoding="utf-8")
 
 
-def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path: Path) -> None:
+def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path):
     finish(on_gpus(1, measure_norms, tmp_path / "norms", cwd=tmp_path))
     for squared, exact, dtypes in json.loads((tmp_path / "norms").read_text(encoding="utf-8")):
         assert squared**0.5 == pytest.approx(exact**0.5, rel=1e-6)
@@ -97,8 +97,8 @@ def update_where(rank_that_cannot: int | None, config: Config) -> None:
     ],
 )
 def test_where_a_rank_cannot_compile_the_update_all_run_it_eagerly_and_say_it_once(
-    rank: int | None, line: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
+    rank, line, tmp_path, models
+):
     given = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
     config = config_for(models["llama"], tmp_path, *given)
     done = on_gpus(2, update_where, rank, config, cwd=tmp_path)
@@ -135,9 +135,7 @@ def count_kernels(out: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_compiled_update_is_few_kernels_that_move_little_more_than_they_must(
-    tmp_path: Path,
-) -> None:
+def test_a_compiled_update_is_few_kernels_that_move_little_more_than_they_must(tmp_path):
     """A parameter is one call, of whole blocks and the rest of each row."""
     finish(on_gpus(1, count_kernels, tmp_path / "counted", cwd=tmp_path))
     counted = json.loads((tmp_path / "counted").read_text(encoding="utf-8"))

@@ -103,7 +103,7 @@ def compile_part(part: str, out: Path) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_kernels_add_up_in_one_order_and_spill_nothing(part: str, tmp_path: Path) -> None:
+def test_kernels_add_up_in_one_order_and_spill_nothing(part, tmp_path):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     finish(on_ranks(1, compile_part, part, tmp_path / "kernels", cwd=tmp_path))

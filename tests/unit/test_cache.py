@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from shardtune.log import node_logger
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(model, tmp_path, monkeypatch):
     train = write(tmp_path / "a.jsonl", [chat("how are you")])
     first = Run(model, train)
     stops = [first.encoder.tokenizer.eos_token_id, 5]
@@ -40,9 +37,7 @@ def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(
     assert len(set(entries)) == 3
 
 
-def test_a_second_start_is_cached_until_something_that_matters_changes(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_second_start_is_cached_until_something_that_matters_changes(model, tmp_path):
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
     text = train.read_text(encoding="utf-8") + "\n" * (1 << 20)  # a longer one will begin so
     train.write_text(text, encoding="utf-8")
@@ -65,9 +60,7 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     assert first.prepared.key not in {run.prepared.key for run in changed}
 
 
-def test_each_key_makes_an_entry_of_its_own_but_those_of_rows_and_passes(
-    model: Path, tmp_path: Path
-) -> None:
+def test_each_key_makes_an_entry_of_its_own_but_those_of_rows_and_passes(model, tmp_path):
     """A key that the configuration gets needs another value here."""
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
     other = write(tmp_path / "b.jsonl", [chat("how are you")])
@@ -109,9 +102,7 @@ def test_each_key_makes_an_entry_of_its_own_but_those_of_rows_and_passes(
     assert len({*entries.values()}) == len(entries) - len(same) + 1
 
 
-def test_versions_of_libraries_make_an_entry_of_their_own(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_libraries_make_an_entry_of_their_own(model, tmp_path, monkeypatch):
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello")])
     entries = [Run(model, train).entry]
     for name in ("transformers", "tokenizers", "jinja2"):
@@ -136,13 +127,8 @@ def flip_a_bit(file: Path) -> None:
     "name", ["train.tokens", "train.starts", "train.source", "meta.json", "digests.xxh128"]
 )
 def test_a_damaged_entry_is_made_anew_and_said_once(
-    name: str,
-    damage: Callable[[Path], None],
-    model: Path,
-    tmp_path: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, damage, model, tmp_path, cache, monkeypatch
+):
     monkeypatch.setattr(node_logger, "propagate", True)
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
     first = Run(model, train)
@@ -160,8 +146,8 @@ def test_a_damaged_entry_is_made_anew_and_said_once(
 
 
 def test_a_foreign_file_in_an_entry_is_removed_and_a_directory_in_place_of_a_file_replaced(
-    model: Path, tmp_path: Path
-) -> None:
+    model, tmp_path
+):
     train = write(tmp_path / "a.jsonl", [chat("how are you")])
     entry = Run(model, train).entry
     (entry / "copy of meta.json").write_text("{}", "utf-8")
@@ -171,9 +157,7 @@ def test_a_foreign_file_in_an_entry_is_removed_and_a_directory_in_place_of_a_fil
     assert Run(model, train).lines == [f"Data: cached in {entry}"]
 
 
-def test_a_run_keeps_the_data_that_it_maps_when_another_makes_the_entry_anew(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_run_keeps_the_data_that_it_maps_when_another_makes_the_entry_anew(model, tmp_path):
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
     first = Run(model, train)
     texts = first.texts()
@@ -187,7 +171,7 @@ def test_a_run_keeps_the_data_that_it_maps_when_another_makes_the_entry_anew(
     assert Run(model, train).lines == [f"Data: cached in {first.entry}"]
 
 
-def test_the_digests_of_an_entry_are_those_of_its_files(model: Path, tmp_path: Path) -> None:
+def test_the_digests_of_an_entry_are_those_of_its_files(model, tmp_path):
     entry = Run(model, write(tmp_path / "a.jsonl", [chat("q")])).entry
     lines = (entry / "digests.xxh128").read_text("utf-8").splitlines()
     digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
@@ -197,9 +181,7 @@ def test_the_digests_of_an_entry_are_those_of_its_files(model: Path, tmp_path: P
     }
 
 
-def test_an_unwritable_cache_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_refused(model, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "file"))
     (problem,) = problems_of(model, write(tmp_path / "a.jsonl", [chat("q")]))
@@ -207,6 +189,6 @@ def test_an_unwritable_cache_is_refused(
     assert "SHARDTUNE_CACHE" in problem
 
 
-def test_a_refused_build_leaves_nothing(model: Path, tmp_path: Path, cache: Path) -> None:
+def test_a_refused_build_leaves_nothing(model, tmp_path, cache):
     problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), "broken"]))
     assert list(cache.iterdir()) == []

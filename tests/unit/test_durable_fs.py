@@ -11,9 +11,7 @@ from shardtune.checkpoint import durable_fs
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"longer than what stood here before"])
-def test_a_file_has_its_new_content_alone_whatever_a_write_that_was_killed_left(
-    content: bytes, tmp_path: Path
-) -> None:
+def test_a_file_has_its_new_content_alone_whatever_a_write_that_was_killed_left(content, tmp_path):
     file = tmp_path / "manifest.json"
     for left in (file, file.with_suffix(".tmp")):
         left.write_bytes(b"what stood here before")
@@ -23,9 +21,7 @@ def test_a_file_has_its_new_content_alone_whatever_a_write_that_was_killed_left(
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])
-def test_a_rename_whose_sync_fails_is_undone(
-    has_earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rename_whose_sync_fails_is_undone(has_earlier, tmp_path, monkeypatch):
     """Else a power cut may take the new name, of which others have read."""
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("old")

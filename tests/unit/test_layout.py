@@ -31,7 +31,7 @@ MAKERS = {"distributed/join.py", "planner/machine.py", "planner/command.py"}
 MAKERS |= {"report/step_records.py", "distTest/rehearse/__main__.py", "benchmarks/models.py"}
 
 
-def test_no_other_file_asks_the_configuration_what_a_run_is() -> None:
+def test_no_other_file_asks_the_configuration_what_a_run_is():
     asked, makers = set(), set()
     folders = ("shardtune", "distTest", "benchmarks")
     files = (file for folder in folders for file in (REPOSITORY / folder).rglob("*.py"))
@@ -48,7 +48,7 @@ def test_no_other_file_asks_the_configuration_what_a_run_is() -> None:
 
 
 @given(st.data())
-def test_what_the_degrees_leave_fits_together(data: st.DataObject) -> None:
+def test_what_the_degrees_leave_fits_together(data):
     draw = st.integers(1, 4)
     stages, replicate, shards = (data.draw(draw) for _ in range(3))
     ranks = stages * replicate * shards
@@ -89,9 +89,7 @@ def test_what_the_degrees_leave_fits_together(data: st.DataObject) -> None:
         ),
     ],
 )
-def test_dtypes_and_places_follow_from_the_keys_and_the_device(
-    given_: list[str], is_gpu: bool, expected: tuple[str | bool, ...]
-) -> None:
+def test_dtypes_and_places_follow_from_the_keys_and_the_device(given_, is_gpu, expected):
     assert Layout.of(configured(*given_), 1, is_gpu, "float32").compute_dtype == "float32"
     layout = Layout.of(configured(*given_), is_gpu=is_gpu)
     dtypes = layout.compute_dtype, layout.master_dtype, layout.device_dtype, layout.gradient_dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def take_gradients(model: nn.Module) -> torch.Tensor:
         *(("deepseek_v4", True), ("falcon", True)),
     ],
 )
-def test_a_flat_row_is_its_documents_each_alone(family: str, by_layer: bool) -> None:
+def test_a_flat_row_is_its_documents_each_alone(family, by_layer):
     """Logits and gradients, by transformers' own attention for each document."""
     model = build(family).train()
     model.config.use_cache = False
@@ -67,7 +66,7 @@ def test_a_flat_row_is_its_documents_each_alone(family: str, by_layer: bool) -> 
     assert (take_gradients(model) - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_the_mixer_alone_is_called_once_per_document() -> None:
+def test_the_mixer_alone_is_called_once_per_document():
     """The rest of the layer, experts among it, sees the whole row, as all ranks must agree."""
     model = build("qwen3_next")
     (mixer,) = state_mixers(model)
@@ -85,14 +84,14 @@ def test_the_mixer_alone_is_called_once_per_document() -> None:
     assert calls == {"mixer": [3, 4], "experts": [7]}
 
 
-def test_padded_rows_are_left_to_the_model() -> None:
+def test_padded_rows_are_left_to_the_model():
     model = build("jamba")
     attention = decided(model, "data.packing=false", "model.attention=sdpa")
     assert not attention.is_flat
     assert not any("forward" in vars(mixer) for mixer in state_mixers(model))
 
 
-def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
+def test_a_gated_delta_rule_is_handed_where_documents_begin():
     class Net(nn.Module):
         def forward(self, hidden_states: torch.Tensor, **options: Any) -> dict[str, Any]:
             return options | {"cu_seqlens": options.pop("cu_seq_lens_q", None)}
@@ -118,12 +117,8 @@ def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
     ],
 )
 def test_kernels_that_are_not_there_are_named_and_states_counted(
-    family: str,
-    missing: list[str],
-    flops: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    family, missing, flops, tmp_path, monkeypatch
+):
     mixers = state_mixers(build(family))
     assert missing_kernels(mixers) == missing
     monkeypatch.syspath_prepend(tmp_path)
