@@ -24,17 +24,19 @@ def _print(text: str) -> None:
 def status_lines() -> Iterator[Say]:
     """Print each part of the work that is said, and until the end that it is still done."""
     has_ended, began = threading.Event(), time.monotonic()
+    last = began  # line
 
     def say(text: str) -> None:
-        nonlocal began
-        began = time.monotonic()
+        nonlocal began, last
+        began = last = time.monotonic()
         _print(text)
 
     def repeat() -> None:
-        while not has_ended.wait(1):
-            at_it_s = round(time.monotonic() - began)
-            if at_it_s and at_it_s % _EVERY_S == 0:
-                _print(f"still at it, {at_it_s} s")
+        nonlocal last
+        while not has_ended.wait(_EVERY_S / 8):
+            if (now := time.monotonic()) - last >= _EVERY_S:
+                last = now
+                _print(f"still at it, {now - began:.0f} s")
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

@@ -86,7 +86,9 @@ def on_nodes(
         wait([process.sentinel for process in running], max(0, deadline - time.monotonic()))
         if any(process.exitcode for process in started) or time.monotonic() > deadline:
             break
-    code = next((process.exitcode for process in started if process.exitcode), 0)
+    # Where several have ended, the one that was killed made the others fail.
+    codes = sorted((process.exitcode or 0 for process in started), key=lambda code: code >= 0)
+    code = next(filter(None, codes), 0)
     for process in running if grace_s else ():
         process.terminate()
     ended_by = time.monotonic() + grace_s

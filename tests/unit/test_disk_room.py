@@ -147,6 +147,7 @@ def test_node_0_alone_gets_the_models(tmp_path):
     ("error", "said"),
     [
         (errno.ENOSPC, "40 GB of the disk of run/checkpoints, 27 GB more than it has free"),
+        (errno.EDQUOT, "40 GB of the disk of run/checkpoints, 27 GB more than it has free"),
         (errno.EIO, "'file'"),
     ],
 )

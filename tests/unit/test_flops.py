@@ -191,6 +191,8 @@ def test_a_weight_counts_as_often_as_a_token_meets_it(kind, others):
     [
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H200", torch.float16, 989),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),

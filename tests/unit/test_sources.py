@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
+from shardtune.data import record_files
 from shardtune.data.dataset import find_sources
 from shardtune.data.paths import COMPRESSIONS
 from shardtune.data.records import FileError, RecordError
@@ -141,6 +143,14 @@ def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path, suffix):
     parts = [chunk.n_bytes for chunk in source.chunks()]
     assert len(parts) == 3 and min(parts) >= 0
     assert abs(sum(parts) - source.n_bytes) <= 1
+
+
+def test_a_codec_that_pyarrow_lacks_is_refused_with_the_command(tmp_path, monkeypatch):
+    codec = SimpleNamespace(is_available=lambda _: False)
+    monkeypatch.setattr(record_files, "pyarrow", SimpleNamespace(Codec=codec, __version__="9"))
+    (tmp_path / "a.jsonl.zst").touch()
+    with pytest.raises(UserError, match=r"cannot read zstd, as a\.jsonl\.zst needs - pip "):
+        find_source("data.train", str(tmp_path / "a.jsonl.zst"))
 
 
 def test_only_newlines_end_a_line_of_json(tmp_path):

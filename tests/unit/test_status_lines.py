@@ -10,7 +10,7 @@ from shardtune.planner.status_lines import status_lines as running
 
 def test_long_work_is_said_again_until_it_ends(capsys, monkeypatch):
     assert status_lines._EVERY_S <= 10, "documented"
-    monkeypatch.setattr(status_lines, "_EVERY_S", 1)
+    monkeypatch.setattr(status_lines, "_EVERY_S", 0.05)
     said, deadline = "", time.monotonic() + 20
     with running() as say:
         say("reading")

@@ -95,7 +95,13 @@ def test_verify_reads_each_byte_once(saved):
 
 
 @pytest.mark.parametrize(
-    "content", [b"[]", listing_json({"checkpoint": {}}), listing_json({"format": 2, "files": {}})]
+    "content",
+    [
+        b"[]",
+        b"[" * 100_000,
+        listing_json({"checkpoint": {}}),
+        listing_json({"format": 2, "files": {}}),
+    ],
 )
 def test_an_export_json_that_cannot_be_used_is_named(content, tmp_path, capsys):
     (tmp_path / LISTING).write_bytes(content)
