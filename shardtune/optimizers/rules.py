@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class State(NamedTuple):
         return -(-width // SCALE_BLOCK) if self.is_per_block else width
 
 
-class UpdateRule:
+class UpdateRule(ABC):
     """An optimizer: what it keeps of each weight, and how a step updates both. Nobody builds one.
 
     Attributes:
@@ -56,9 +57,9 @@ class UpdateRule:
     eager_numbers: int
 
     @classmethod
+    @abstractmethod
     def states(cls, master: torch.dtype, is_matrix: bool = True) -> dict[str, State]:
         """Return what it keeps of a weight, by the names that a checkpoint has. At most three."""
-        raise NotImplementedError
 
     @classmethod
     def bytes_per_element(cls, master: str) -> float:
@@ -72,14 +73,15 @@ class UpdateRule:
         return 4 * cls.eager_numbers * rows * width
 
     @staticmethod
+    @abstractmethod
     def factors(group: Mapping[str, Any], step: int, scale: float, device: torch.device) -> Any:
         """Return the numbers of a step. `scale`: by which each gradient is multiplied in float32.
 
         As float32 scalars on the device they change without another compilation.
         """
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def update(
         tensors: Any,
         factors: Any,
@@ -98,7 +100,6 @@ class UpdateRule:
             key: of the noise of the weight and up to three states, int32 [4].
             tables: the codes of 8 bits of a state with signs and of one without.
         """
-        raise NotImplementedError
 
 
 class AdamWFactors(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from types import SimpleNamespace
@@ -201,6 +202,10 @@ def test_a_resume_names_all_that_it_computes_in_another_way_in_a_line(caplog):
     )
     assert "the loss was compiled, is eager, layers was compiled, is eager" in newer
     assert "loss" not in older and update not in newer
+
+
+def test_every_rule_says_all_that_an_optimizer_must():
+    assert not any(map(inspect.isabstract, rules.RULES))
 
 
 def test_an_optimizer_of_other_weights_is_refused_with_those_that_it_updates(monkeypatch):

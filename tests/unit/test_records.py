@@ -282,13 +282,13 @@ def test_a_system_field_of_sharegpt_is_a_turn(turns, system):
     """That of LLaMA-Factory's data."""
     conversations = [{"from": name, "value": text} for (_, name), text, _ in turns]
     record = {"conversations": conversations, "system": system}
-    told = [text for (role, _), text, _ in turns if role == "system"]
+    system_turns = [text for (role, _), text, _ in turns if role == "system"]
     has_system = bool(system and system.strip())
-    if has_system and told and told != [system]:
+    if has_system and system_turns and system_turns != [system]:
         with pytest.raises(RecordError, match="has system and a system turn in conversations"):
             check_record(record)
         return
-    first = [{"from": "system", "value": system}] if has_system and not told else []
+    first = [{"from": "system", "value": system}] if has_system and not system_turns else []
     expected = check_record({"conversations": [*first, *conversations]})
     assert check_record(record) == expected
 
