@@ -8,41 +8,37 @@ Every rank runs this script, and every function below is collective: all ranks c
 
 from __future__ import annotations
 
-import gc
-
-gc.disable()  # importing leaves hardly any garbage, and looking for it takes a second
-
 import sys
 import time
 from pathlib import Path
 
-import torch
+from shardtune.imports import without_collecting
 
-from shardtune.checkpoint import Checkpoint, clear_leftovers, resume_rules
-from shardtune.checkpoint.export.write import write_final_model
-from shardtune.config_io import read_run_arguments
-from shardtune.data.batch import Batch
-from shardtune.data.schedule import Step
-from shardtune.distributed.exit_code import run as run_and_exit
-from shardtune.distributed.join import join_world
-from shardtune.distributed.progress import Phase
-from shardtune.distributed.signals import StopRequest, end_on_signal
-from shardtune.errors import AGAIN, Preempted
-from shardtune.log import logger
-from shardtune.metrics_schema import SaveEntry
-from shardtune.planner.run_plan import RunPlan
-from shardtune.training import optim, setup
-from shardtune.training.build_context import build_train_context
-from shardtune.training.context import TrainContext
-from shardtune.training.evaluate import evaluate
-from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
-from shardtune.training.metrics import StepStats, all_gather_step_stats
-from shardtune.training.observer import StepEnded
-from shardtune.training.out_of_memory import step_fits, weights_fit
-from shardtune.training.prefetch import prefetch
+with without_collecting():  # else each start takes a second longer
+    import torch
 
-gc.freeze()  # collections leave out what was imported, until training has ended
-gc.enable()
+    from shardtune.checkpoint import Checkpoint, clear_leftovers, resume_rules
+    from shardtune.checkpoint.export.write import write_final_model
+    from shardtune.config_io import read_run_arguments
+    from shardtune.data.batch import Batch
+    from shardtune.data.schedule import Step
+    from shardtune.distributed.exit_code import run as run_and_exit
+    from shardtune.distributed.join import join_world
+    from shardtune.distributed.progress import Phase
+    from shardtune.distributed.signals import StopRequest, end_on_signal
+    from shardtune.errors import AGAIN, Preempted
+    from shardtune.log import logger
+    from shardtune.metrics_schema import SaveEntry
+    from shardtune.planner.run_plan import RunPlan
+    from shardtune.training import optim, setup
+    from shardtune.training.build_context import build_train_context
+    from shardtune.training.context import TrainContext
+    from shardtune.training.evaluate import evaluate
+    from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
+    from shardtune.training.metrics import StepStats, all_gather_step_stats
+    from shardtune.training.observer import StepEnded
+    from shardtune.training.out_of_memory import step_fits, weights_fit
+    from shardtune.training.prefetch import prefetch
 
 
 def main() -> None:

@@ -5,18 +5,17 @@ Each command imports what it needs: torch takes seconds, and a missing package i
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import os
 import sys
 import traceback
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.errors import Ending, RunFailed, first_line, print_errors, require_packages
+from shardtune.imports import without_collecting
 
 if TYPE_CHECKING:
     from shardtune.config_io import Parser
@@ -73,20 +72,6 @@ def _run_command(arguments: Sequence[str]) -> None:
     command(Parser(prog=f"shardtune {name}", description=help_), arguments[1:])
 
 
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Import without looking for garbage: imports leave hardly any, and looking takes a second.
-
-    What was imported is not looked through later either, nor when the process ends.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.data.arguments import add_arguments
 
@@ -101,18 +86,18 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     if options.html and options.json:
         parser.error("--html and --json are two forms of the same")
     if options.step is not None:
-        with _without_collecting():
+        with without_collecting():
             from shardtune.report.step_records import show_step
 
         show_step(options.config, options.assignments, options.step, options.records, options.json)
         return
     if not options.html:
-        with _without_collecting():
+        with without_collecting():
             from shardtune.data.inspect_data import inspect_data
 
         inspect_data(options.config, options.assignments, options.records, options.json)
         return
-    with _without_collecting():
+    with without_collecting():
         from shardtune.report.data_page import write_data_page
 
     for line in write_data_page(options.config, options.assignments, options.records, options.html):
@@ -123,7 +108,7 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:
     _add_directories(parser, "exported models, and all parts of one checkpoint")
     options = parser.parse_args(arguments)
-    with _without_collecting():
+    with without_collecting():
         from shardtune.checkpoint.verify import verify
 
     if problems := verify(options.directories):
@@ -137,7 +122,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     dtypes = ("source", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="source")
     options = parser.parse_args(arguments)
-    with _without_collecting():
+    with without_collecting():
         from shardtune.checkpoint.export.write import export_checkpoint
         from shardtune.log import quiet_libraries
 
@@ -160,7 +145,7 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
 
     with status_lines() as say:
         say("importing PyTorch and transformers")
-        with _without_collecting():
+        with without_collecting():
             from shardtune.planner.command import plan_run
             from shardtune.planner.team_table import print_team_table
         if len(runs) == 1 and isinstance(runs[0].config, Path):

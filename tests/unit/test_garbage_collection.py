@@ -1,4 +1,4 @@
-"""Garbage is collected at every fiftieth micro-batch and at no other time."""
+"""Garbage is collected at every fiftieth micro-batch, and not while a process imports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import weakref
 from itertools import count
 
+from shardtune.imports import without_collecting
 from shardtune.training import garbage_collection
 
 
@@ -24,3 +25,11 @@ def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
         garbage_collection.micro_batch_ended()
         assert lost() is None
     assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_nothing_is_collected_during_imports_and_later_collections_leave_them_out():
+    gc.unfreeze()
+    with without_collecting():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    gc.unfreeze()
