@@ -35,8 +35,8 @@ with without_collecting():  # else each start takes a second longer
     from shardtune.training.context import TrainContext
     from shardtune.training.evaluate import evaluate
     from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
-    from shardtune.training.metrics import StepStats, all_gather_step_stats
-    from shardtune.training.observer import StepEnded
+    from shardtune.training.observers.metrics import StepStats, all_gather_step_stats
+    from shardtune.training.observers.observer import StepEnded
     from shardtune.training.out_of_memory import step_fits, weights_fit
     from shardtune.training.prefetch import prefetch
 

@@ -23,8 +23,8 @@ from distTest.workloads.cable import ADDRESSES, RANKS_PER_NODE, over_cable
 from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
-from shardtune.model.files import read_model_config
-from shardtune.planner.machine import Machine
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 
 RATE_BITS_PER_S = 250_000_000  # so that the cable bounds a step of so small a model

@@ -32,8 +32,8 @@ from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.model import documents
 from shardtune.model.build import build_model
-from shardtune.model.files import read_model_config
 from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.model.source.files import read_model_config
 
 VOCABULARY = 151552  # GLM-4.5's
 _WIDTH = 1024

@@ -3,8 +3,8 @@
 A rank of the real shape takes a step on a pretended GPU without contents (needs g++). A layer is
 the difference of two depths; it is one with experts where the model has them, in one micro-batch.
 With stages the rank is the first of the last stage: it has the head. Bytes are those of tensors
-that kernels read and write. Milliseconds and MFU are computed by shardtune/planner/roofline.py, and
-the network between nodes is left out: no GPU has run this.
+that kernels read and write. shardtune/planner/arithmetic/roofline.py computes milliseconds and MFU,
+and the network between nodes is left out: no GPU has run this.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardtune.config_io import load_config
 from shardtune.errors import UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.build import whole_on_meta
-from shardtune.model.files import read_model_config
+from shardtune.model.source.files import read_model_config
 from shardtune.model.stages import layers_of_stages
-from shardtune.planner.arguments import add_arguments
-from shardtune.planner.command import machine_of
-from shardtune.planner.extrapolate import cuts, layer_kinds, with_layers
-from shardtune.planner.kernels import Kernel, Kind
+from shardtune.planner.arithmetic.roofline import GPUS, Gpu, launched, moved_bytes, seconds
+from shardtune.planner.command.options import add_arguments
+from shardtune.planner.command.plan_command import machine_of
 from shardtune.planner.plan import Plan, make_plan
-from shardtune.planner.roofline import GPUS, Gpu, launched, moved_bytes, seconds
-from shardtune.planner.simulate import fake_world
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.planner.simulation.extrapolate import cuts, layer_kinds, with_layers
+from shardtune.planner.simulation.kernel_costs import Kernel, Kind
+from shardtune.planner.simulation.simulate import fake_world
+from shardtune.training.states.reshard import ReshardPolicy
 from tests.pretend_gpu.count import counted
 
 PAGE = REPOSITORY / "benchmarks/KERNELS.md"

@@ -29,7 +29,7 @@ from benchmarks.models_page import LENGTHS, RESULTS, Row, write_page
 from benchmarks.tiny import VOCABULARY, tiny_config
 from distTest.workloads.script import REPOSITORY
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
-from shardtune.checkpoint.export.layout import WholeModel
+from shardtune.checkpoint.export.model_files import WholeModel
 from shardtune.checkpoint.train_state import model_kinds
 from shardtune.config import Config
 from shardtune.config_io import load_config
@@ -38,23 +38,23 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, first_line
 from shardtune.log import quiet_libraries
 from shardtune.model import documents
-from shardtune.model.attention_check import (
+from shardtune.model.build import require_trainable
+from shardtune.model.documents.attention_check import (
     Attention,
     LogitsTrial,
     decide_attention,
     require_documents_apart,
 )
-from shardtune.model.build import require_trainable
-from shardtune.model.config_json import not_trained
-from shardtune.model.files import read_model_config
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.lora import choose_targets
 from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.model.source.config_json import not_trained
+from shardtune.model.source.files import read_model_config
+from shardtune.model.source.text_model import build_with_towers, drop_towers
 from shardtune.model.stages import require_composable
 from shardtune.model.support import unsupported
-from shardtune.model.text_model import build_with_towers, drop_towers
 from shardtune.model.traits import has_experts, layer_types
-from shardtune.planner.simulate import fake_world
+from shardtune.planner.simulation.simulate import fake_world
 
 _SECONDS = 120  # for an architecture
 _MOST_PARAMETERS = 30_000_000

@@ -20,14 +20,14 @@ from collections.abc import Callable
 from distTest.workloads.script import REPOSITORY
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
-from shardtune.model.files import read_model_config
-from shardtune.planner.arguments import add_arguments, add_plan_arguments, split_nodes
-from shardtune.planner.command import machine_of
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.command.options import add_arguments, add_plan_arguments, split_nodes
+from shardtune.planner.command.plan_command import machine_of
+from shardtune.planner.command.team_table import print_team_table
+from shardtune.planner.command.text import describe
+from shardtune.planner.command.verdict import verdict
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.status_lines import silent
-from shardtune.planner.team_table import print_team_table
-from shardtune.planner.text import describe
-from shardtune.planner.verdict import verdict
 
 PAGE = REPOSITORY / "docs/planner.md"
 LONG_ROWS = REPOSITORY / "docs/long-rows.md"

@@ -38,7 +38,7 @@ from benchmarks.models_page import RESULTS, RUNS, Row, write_page
 from benchmarks.tiny import tiny_config
 from distTest.workloads.script import REPOSITORY
 from shardtune.log import quiet_libraries
-from shardtune.model.text_model import build_with_towers
+from shardtune.model.source.text_model import build_with_towers
 
 STEPS = 3
 _LR, _EPS = 3e-3, 1e-3  # a larger eps keeps rounding of tiny gradients from becoming an update

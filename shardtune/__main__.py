@@ -135,7 +135,7 @@ def _add_directories(parser: Parser, help_: str) -> None:
 
 
 def _plan(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.planner.arguments import add_plan_arguments, read_config, split_nodes
+    from shardtune.planner.command.options import add_plan_arguments, read_config, split_nodes
 
     add_plan_arguments(parser)
     runs = split_nodes(parser.parse_intermixed_args(arguments))
@@ -146,8 +146,8 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
     with status_lines() as say:
         say("importing PyTorch and transformers")
         with without_collecting():
-            from shardtune.planner.command import plan_run
-            from shardtune.planner.team_table import print_team_table
+            from shardtune.planner.command.plan_command import plan_run
+            from shardtune.planner.command.team_table import print_team_table
         if len(runs) == 1 and isinstance(runs[0].config, Path):
             plan_run(runs[0], say)
         else:
@@ -155,7 +155,7 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.report.command import add_arguments, report
+    from shardtune.report.report_command import add_arguments, report
 
     add_arguments(parser)
     report(parser.parse_args(arguments))

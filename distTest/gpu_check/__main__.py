@@ -127,7 +127,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
         return skipped(f"{why} - python -m distTest.gpu_check {instead}")
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "distTest.gpu_check.child", check.name, str(result)]
+    command = [sys.executable, "-m", "distTest.gpu_check.check_process", check.name, str(result)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     more = {"GPU_CHECK_PEERS": str(options.peers), "GPU_CHECK_TINY": "1" if options.tiny else ""}
     more["GPU_CHECK_RESULT"] = str(result)

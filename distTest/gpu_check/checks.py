@@ -35,10 +35,10 @@ DEVICE = Check("device", "device.device", 15, needs_project=False)
 FIRST = [
     DEVICE,
     Check("smoke", "device.smoke", 45),
-    Check("attention", "kernels.attention", 15),
-    Check("experts", "kernels.experts", 15),
+    Check("attention", "exactness.attention", 15),
+    Check("experts", "exactness.experts", 15),
     Check("optimizer", "optimizer.optimizer", 50),
-    Check("loss-head", "kernels.loss_head", 15),
+    Check("loss-head", "exactness.loss_head", 15),
     Check("losses", "training.losses", 60),
     Check("speed-glm-4.5-air", "glm.rows_of_4096", 140, is_timed=True),
     Check("speed-llama3-8b-lora", "speed.llama3_8b_lora", 130, is_timed=True),

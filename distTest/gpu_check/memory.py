@@ -15,8 +15,8 @@ from distTest.gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
 from distTest.gpu_check.runs import Run, save_model, train, work_folder, write_rows
 from distTest.workloads.shapes import Slice, slice_of
 from shardtune.config_io import load_config
-from shardtune.model.files import read_model_config
-from shardtune.planner.machine import Machine
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.run_plan import as_prediction
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.gpu_check.device import seconds
-from distTest.gpu_check.kernels import error
+from distTest.gpu_check.exactness import error
 from shardtune.distributed.compiling import can_compile
 from shardtune.optimizers.rules import AdamW, AdamW8bit
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 # Of weights that may differ from a CPU's, or compiled from eager ones: a product that is rounded
 # once less moves a value across its random threshold.

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
-from distTest.gpu_check.kernels import error
+from distTest.gpu_check.exactness import error
 from distTest.workloads.batch import flat_batch
 from shardtune.model import documents
-from shardtune.model.attention import DOCUMENT_ATTENTION
+from shardtune.model.documents.attention import DOCUMENT_ATTENTION
 from shardtune.model.loss import summed_loss, use_loss_head
 
 SMALL: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024}

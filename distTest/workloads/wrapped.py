@@ -101,7 +101,7 @@ def cpu_seconds(script: Any, _: str) -> Iterator[None]:
 @contextmanager
 def short_of_memory(script: Any, _: str) -> Iterator[None]:
     """Keep neither gathered weights nor whole gradients, as where they do not fit."""
-    vars(import_module("shardtune.training.reshard"))["_free_bytes"] = lambda world: 0.0
+    vars(import_module("shardtune.training.states.reshard"))["_free_bytes"] = lambda world: 0.0
     yield
 
 

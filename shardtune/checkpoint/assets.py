@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtune.model.files import FILES_BESIDE_WEIGHTS, model_folder
-from shardtune.model.quantised import QUANTIZATION
-from shardtune.model.weight_files import list_tensors
+from shardtune.model.source.files import FILES_BESIDE_WEIGHTS, model_folder
+from shardtune.model.source.quantised import QUANTIZATION
+from shardtune.model.source.weight_files import list_tensors
 
 SOURCE = "source_tensors.json"  # in checkpoints only
 # How configurations announce layers of multi-token prediction, which transformers does not train.

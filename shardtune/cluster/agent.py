@@ -33,7 +33,7 @@ from shardtune.cluster.environment import (
     read_environment,
     set_defaults,
 )
-from shardtune.cluster.exit_code import Judge, local_failure
+from shardtune.cluster.judge import Judge, local_failure
 from shardtune.cluster.node_info import agents_digest
 from shardtune.cluster.preflight import check_nodes, start_helper
 from shardtune.cluster.rendezvous import meet

@@ -22,8 +22,8 @@ from shardtune.cluster.environment import REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
 from shardtune.data.paths import kind_of, split_path
-from shardtune.model.config_json import older_transformers
-from shardtune.model.weight_files import WHOLE_BYTES, content_digest, tensors_digest
+from shardtune.model.source.config_json import older_transformers
+from shardtune.model.source.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 from shardtune.units import gb
 
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file

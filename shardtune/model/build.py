@@ -33,25 +33,25 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import DTYPES, copy_slice, slice_like
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
-from shardtune.model import cpu_attention
-from shardtune.model.context_check import context_problems
-from shardtune.model.experts import (
+from shardtune.model.documents import cpu_attention
+from shardtune.model.documents.shared_rows import context_problems
+from shardtune.model.fsdp_groups import gather_ahead, groups_of, is_sharded
+from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
+from shardtune.model.kept_choices import keep_choices
+from shardtune.model.lora import add_adapters, choose_targets, draw_factors
+from shardtune.model.moe.experts import (
     always_give_gradients,
     require_whole_blocks,
     shard_placement,
     spread_experts,
     spread_problems,
 )
-from shardtune.model.fsdp_groups import gather_ahead, groups_of, is_sharded
-from shardtune.model.grouped_experts import gather_both_ways
-from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
-from shardtune.model.kept_choices import keep_choices
-from shardtune.model.load import load_sharded
-from shardtune.model.lora import add_adapters, choose_targets, draw_factors
-from shardtune.model.masters import keep_master, rounded_when_read
+from shardtune.model.moe.grouped_experts import gather_both_ways
+from shardtune.model.source.load import load_sharded
+from shardtune.model.source.masters import keep_master, rounded_when_read
+from shardtune.model.source.text_model import build_text_model
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import unsupported
-from shardtune.model.text_model import build_text_model
 from shardtune.model.traits import decoder_layers
 from shardtune.optimizers.rules import find_rule
 

@@ -28,8 +28,8 @@ from shardtune.data.schedule import Cost
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.attention_layers import keeps_states_only
-from shardtune.model.state_layers import recurrence_flops, state_mixers
+from shardtune.model.documents.attention_layers import keeps_states_only
+from shardtune.model.documents.state_layers import recurrence_flops, state_mixers
 from shardtune.model.traits import (
     EXPERTS,
     TOP_K,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardtune.model.experts import is_spread
+from shardtune.model.moe.experts import is_spread
 
 
 class Group:

@@ -28,7 +28,7 @@ from transformers.integrations.moe import _grouped_linear
 from shardtune.config import LoraConfig
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
-from shardtune.model.grouped_experts import (
+from shardtune.model.moe.grouped_experts import (
     are_stacked,
     gathering_forward,
     stack_product,

@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.config_json import too_few_layers
 from shardtune.model.flops import stage_costs
-from shardtune.model.small_copy import one_thread, small_copy
+from shardtune.model.source.config_json import too_few_layers
+from shardtune.model.source.small_copy import one_thread, small_copy
 from shardtune.model.traits import decoder_layers
 
 

@@ -19,22 +19,23 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
-from shardtune.model.experts import is_spread
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.fsdp_groups import gathered_groups
+from shardtune.model.moe.experts import is_spread
 from shardtune.model.stages import layers_of_stages
-from shardtune.planner.extrapolate import Simulations, layer_kinds
-from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
-from shardtune.planner.machine import Machine, link_bytes
-from shardtune.planner.peaks import bounded_memory, step_memory
-from shardtune.planner.roofline import gpu_of, seconds
-from shardtune.planner.shapes import Keeps, Shapes, least_traffic
-from shardtune.planner.simulate import Measured, Step, fake_world
-from shardtune.planner.storage import Storage, join_storage, plan_storage
-from shardtune.planner.tracker import Collective, Peak
+from shardtune.planner.arithmetic.host_link import HostLink, host_link, pieces_bytes
+from shardtune.planner.arithmetic.machine import Machine, link_bytes
+from shardtune.planner.arithmetic.roofline import gpu_of, seconds
+from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic
+from shardtune.planner.arithmetic.storage import Storage, join_storage, plan_storage
+from shardtune.planner.simulation.extrapolate import Simulations, layer_kinds
+from shardtune.planner.simulation.peaks import bounded_memory, step_memory
+from shardtune.planner.simulation.simulate import Measured, Step, fake_world
+from shardtune.planner.simulation.tracker import Collective, Peak
 from shardtune.training.optim import build_optimizer
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.reshard import (
+from shardtune.training.pipeline import idle_share
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.reshard import (
     KeptBytes,
     ReshardPolicy,
     decide,
@@ -43,8 +44,7 @@ from shardtune.training.reshard import (
     kept_bytes,
     room_beside,
 )
-from shardtune.training.stage import idle_share
-from shardtune.training.states import StateBytes, state_bytes
+from shardtune.training.states.state_bytes import StateBytes, state_bytes
 
 TILE_TOKENS = 8192  # of a rank, in a tile: fewer save little and cost as much
 

@@ -34,16 +34,16 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger, quiet_libraries
 from shardtune.metrics_schema import PlanEntry
-from shardtune.model.files import read_model_config
 from shardtune.model.flops import device_peak
-from shardtune.planner.disk_room import require_room, saves_left
-from shardtune.planner.extrapolate import Simulations
-from shardtune.planner.machine import Machine
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.arithmetic.disk_room import require_room, saves_left
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.command.verdict import lacking, verdict
 from shardtune.planner.plan import Plan, bound_plan, make_plan
 from shardtune.planner.search import Search, as_arguments, launch_command
-from shardtune.planner.verdict import lacking, verdict
+from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.training.context import Planned, Run
-from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
+from shardtune.training.observers.metrics import Metrics, peak_memory_bytes, read_entries
 from shardtune.units import gb
 
 _BOUND_SUFFICES = 0.1  # of the memory

@@ -19,14 +19,19 @@ from transformers import PreTrainedConfig
 from shardtune.config import KEYS, Config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.attention_check import require_documents_apart
+from shardtune.model.documents.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
 from shardtune.optimizers.rules import smaller_rules, updates
-from shardtune.planner.extrapolate import Simulations, with_layers
-from shardtune.planner.host_link import host_link, host_states_bytes
-from shardtune.planner.machine import Machine
+from shardtune.planner.arithmetic.host_link import host_link, host_states_bytes
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.shapes import (
+    Shapes,
+    host_inputs_bytes,
+    least_traffic,
+    rough_memory,
+)
 from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
-from shardtune.planner.shapes import Shapes, host_inputs_bytes, least_traffic, rough_memory
+from shardtune.planner.simulation.extrapolate import Simulations, with_layers
 from shardtune.planner.status_lines import Say, silent
 
 _MOST_SIMULATED = 4

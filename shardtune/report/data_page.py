@@ -40,8 +40,8 @@ from shardtune.data.records import read_record
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
-from shardtune.report.command import require_page
 from shardtune.report.draw import COLOURS, histogram_svg
+from shardtune.report.report_command import require_page
 
 RECORDS_ON_PAGE = 50
 _MOST_CHARACTERS = 4000  # of a record that is not rendered

@@ -23,27 +23,28 @@ from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model import build
-from shardtune.model.attention_check import choose_attention
 from shardtune.model.compiled_layers import compile_layers
+from shardtune.model.documents.attention_check import choose_attention
 from shardtune.model.flops import cost_of
 from shardtune.model.loss import compile_loss, use_loss_head
-from shardtune.model.tiles import tile_layers
+from shardtune.model.moe.tiles import tile_layers
 from shardtune.run_files import METRICS
-from shardtune.training import optim, reshard, setup
+from shardtune.training import optim, setup
 from shardtune.training.context import Planned, Run, TrainContext
-from shardtune.training.expert_balance import ExpertBalance
-from shardtune.training.host_states import HostStates
-from shardtune.training.loss_spikes import LossSpikes
-from shardtune.training.metrics import Metrics, read_entries
+from shardtune.training.observers.expert_balance import ExpertBalance
+from shardtune.training.observers.loss_spikes import LossSpikes
+from shardtune.training.observers.metrics import Metrics, read_entries
+from shardtune.training.observers.profiler import StepProfiler
+from shardtune.training.observers.sinks import open_sinks
+from shardtune.training.observers.step_log import StepLog
+from shardtune.training.observers.stragglers import Stragglers
 from shardtune.training.out_of_memory import step_fits, weights_fit
-from shardtune.training.profiler import StepProfiler
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.sharded_optimizer import ShardedOptimizer
-from shardtune.training.sinks import open_sinks
-from shardtune.training.stage import Stage
-from shardtune.training.states import state_bytes
-from shardtune.training.step_log import StepLog
-from shardtune.training.stragglers import Stragglers
+from shardtune.training.pipeline import Stage
+from shardtune.training.states import reshard
+from shardtune.training.states.host_states import HostStates
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.state_bytes import state_bytes
 
 
 def build_train_context(

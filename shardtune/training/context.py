@@ -17,14 +17,14 @@ from shardtune.data.schedule import Cost, Schedule
 from shardtune.distributed.world import World
 from shardtune.model.flops import DevicePeak
 from shardtune.run_files import METRICS
-from shardtune.training.expert_balance import ExpertBalance
-from shardtune.training.host_states import HostStates
-from shardtune.training.metrics import Metrics
-from shardtune.training.observer import StepObserver
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.reshard import ReshardPolicy
-from shardtune.training.sharded_optimizer import ShardedOptimizer
-from shardtune.training.stage import Stage
+from shardtune.training.observers.expert_balance import ExpertBalance
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.observer import StepObserver
+from shardtune.training.pipeline import Stage
+from shardtune.training.states.host_states import HostStates
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.reshard import ReshardPolicy
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)

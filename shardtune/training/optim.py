@@ -19,12 +19,12 @@ from shardtune.log import logger
 from shardtune.metrics_schema import RefusedEntry
 from shardtune.optimizers.rules import find_rule
 from shardtune.training.context import TrainContext
-from shardtune.training.host_states import HostStates
-from shardtune.training.loss_spikes import inspect_command
-from shardtune.training.metrics import StepStats
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.sent_gradients import row_norms
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.observers.loss_spikes import inspect_command
+from shardtune.training.observers.metrics import StepStats
+from shardtune.training.states.host_states import HostStates
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.sent_gradients import row_norms
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 _NORM_PIECE = 1 << 24  # elements that are float64 at the same time
 

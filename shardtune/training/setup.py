@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.assets import SOURCE, links_out_of, list_source, model_assets
-from shardtune.checkpoint.export.layout import require_exportable, require_index
+from shardtune.checkpoint.export.model_files import require_exportable, require_index
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
@@ -36,23 +36,23 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of, counted
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
-from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import require_trainable
-from shardtune.model.files import fetch_weights, model_folder, read_model_config
+from shardtune.model.documents.attention_check import require_documents_apart
 from shardtune.model.lora import describe_adapters
-from shardtune.model.quantised import describe_quantised
+from shardtune.model.source.files import fetch_weights, model_folder, read_model_config
+from shardtune.model.source.quantised import describe_quantised
+from shardtune.model.source.text_model import describe_type
+from shardtune.model.source.weight_files import weights_digest
 from shardtune.model.stages import layers_of_stages, require_composable
 from shardtune.model.support import router_noise
-from shardtune.model.text_model import describe_type
-from shardtune.model.weight_files import weights_digest
 from shardtune.training.context import Run
-from shardtune.training.metrics import read_entries
+from shardtune.training.observers.metrics import read_entries
+from shardtune.training.observers.sinks import require_packages
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.out_of_memory import weights_fit
-from shardtune.training.reshard import ReshardPolicy
-from shardtune.training.sinks import require_packages
-from shardtune.training.stage import idle_share
-from shardtune.training.states import StateBytes
+from shardtune.training.pipeline import idle_share
+from shardtune.training.states.reshard import ReshardPolicy
+from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 
 # Of each stage: from here on the bubble hardly counts (GPipe, arXiv 1811.06965).

@@ -9,7 +9,7 @@ from transformers import Glm4MoeConfig, GptOssConfig, LlamaConfig
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
-from shardtune.planner.machine import Machine
+from shardtune.planner.arithmetic.machine import Machine
 
 CONFIG = Path(__file__).parents[2] / "examples/demo.yaml"
 GLM = Glm4MoeConfig(

@@ -29,7 +29,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.world import World
-from shardtune.training.metrics import Metrics
+from shardtune.training.observers.metrics import Metrics
 
 _FORKS = multiprocessing.get_context("forkserver")
 # By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks

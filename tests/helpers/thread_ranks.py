@@ -23,8 +23,8 @@ from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.world import World
 from shardtune.optimizers.rules import FusedAdamW
 from shardtune.run_files import METRICS
-from shardtune.training.metrics import Metrics
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 T = TypeVar("T")
 State = dict[str, torch.Tensor]

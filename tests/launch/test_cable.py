@@ -19,8 +19,8 @@ from distTest.rehearse.namespaces import Node, joined_nodes
 from distTest.workloads.cable import ADDRESSES, INTERFACE, PORT
 from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows
 from shardtune.config_io import load_config
-from shardtune.model.files import read_model_config
-from shardtune.planner.machine import Machine
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 
 RANKS_PER_NODE = 2

@@ -29,8 +29,8 @@ from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.model import documents
-from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import shard
+from shardtune.model.documents.attention_check import choose_attention
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
 
 # Of each architecture: its settings, the reason why it does not attend by documents, and whether

@@ -41,10 +41,10 @@ from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
-from shardtune.model.files import read_model_config
+from shardtune.model.source.files import read_model_config
 from shardtune.run_files import VERSION
 from shardtune.training.optim import build_optimizer
-from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.states.replica_shards import OwnedParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

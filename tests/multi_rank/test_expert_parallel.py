@@ -32,8 +32,8 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.distributed.join import join_world
-from shardtune.model.experts import ExpertExchange
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.model.moe.experts import ExpertExchange
+from shardtune.training.states.reshard import ReshardPolicy
 
 RATES = [3e-3] * 4
 MAX_NORM = 0.5

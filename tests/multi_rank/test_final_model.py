@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export import layout, write
+from shardtune.checkpoint.export import model_files, write
 
 Runs = Callable[[str, int], Path]
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_enough_by_itself(tmp_path, models):
 
 
 def run_script_with_small_files(arguments: list[str]) -> None:
-    layout._FILE_BYTES = 50_000
+    model_files._FILE_BYTES = 50_000
     run_script(arguments)
 
 
@@ -220,7 +220,7 @@ def test_a_large_model_is_in_several_files(tmp_path, models, monkeypatch):
     write_inputs(tmp_path, models["glm"])
     arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=1"]
     finish(on_ranks(2, run_script_with_small_files, arguments, cwd=tmp_path))
-    monkeypatch.setattr(layout, "_FILE_BYTES", 50_000)
+    monkeypatch.setattr(model_files, "_FILE_BYTES", 50_000)
     out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
     assert digests(out) == digests(tmp_path / "run/model")
 

@@ -28,7 +28,7 @@ from helpers.ranks import on_ranks
 from pretend_gpu.__main__ import environment
 
 from distTest.gpu_check import __main__ as gpu_check
-from distTest.gpu_check import child, device, memory
+from distTest.gpu_check import check_process, device, memory
 from distTest.gpu_check.card import COMMITTED, write_card
 from distTest.gpu_check.checks import (
     CHECKS,
@@ -41,9 +41,9 @@ from distTest.gpu_check.checks import (
 )
 from distTest.gpu_check.glm import SETTINGS
 from distTest.gpu_check.profile_table import kernel_table
-from shardtune.planner.at_once import at_once
 from shardtune.planner.plan import make_plan
 from shardtune.planner.run_plan import as_prediction
+from shardtune.planner.simulation.at_once import at_once
 
 PRETENDED = COMMITTED / "pretended.yaml"
 
@@ -81,13 +81,13 @@ def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(mo
     versions = {"torch": "2.5.1+cu124", "transformers": "4.57.1"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[name])
     with pytest.raises(Skipped) as skipped:
-        child.require_project()
+        check_process.require_project()
     old = "needs torch 2.11, and this is 2.5.1+cu124, needs transformers 5.17, and this is 4.57.1"
     assert str(skipped.value) == old
     versions |= {"torch": "2.13.0", "transformers": "5.23.0"}
     monkeypatch.setitem(sys.modules, "train_fsdp", None)
     with pytest.raises(Skipped, match=r"lacks a package: .*train_fsdp"):
-        child.require_project()
+        check_process.require_project()
 
 
 def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_first():

@@ -23,7 +23,7 @@ from shardtune.training.optim import (
     first_non_finite,
     squared_gradients,
 )
-from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.states.replica_shards import OwnedParameters
 
 
 def measure_norm(config: Config, gradients: Path, out: Path) -> None:

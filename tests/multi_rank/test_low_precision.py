@@ -34,11 +34,11 @@ from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import copy_slice, to_local
 from shardtune.model.build import build_model
 from shardtune.optimizers.rules import AdamW, AdamW8bit
-from shardtune.training import reshard
 from shardtune.training.optim import build_optimizer
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.sharded_optimizer import ShardedOptimizer
-from shardtune.training.states import state_bytes
+from shardtune.training.states import reshard
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.state_bytes import state_bytes
 
 BFLOAT16, EIGHT_BITS = "model.master_dtype=bfloat16", "optimizer.name=adamw8bit"
 

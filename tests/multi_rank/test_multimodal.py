@@ -24,7 +24,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from shardtune.model import load, text_model
+from shardtune.model.source import load, text_model
 
 QUICK = ("qwen3_5_moe", "mistral3")
 MORE = [

@@ -16,7 +16,8 @@ from helpers.ranks import on_ranks, run_script
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.model import build
-from shardtune.training import reshard, stage
+from shardtune.training import pipeline
+from shardtune.training.states import reshard
 
 
 def limit_memory(more_bytes: int) -> None:
@@ -30,7 +31,7 @@ def run_in_little_memory(since: str, arguments: list[str]) -> None:
     second micro-batch."""
     owner, name, wanted = {
         "trial": (reshard, "choose_reshard_policy", 1),
-        "step": (stage.Stage, "forward", 2),
+        "step": (pipeline.Stage, "forward", 2),
     }[since]
     original, called = getattr(owner, name), count(1)
 

@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.model import build
-from shardtune.training import reshard
+from shardtune.training.states import reshard
 
 RATES = (3e-3,) * 4
 BFLOAT16 = "model.compute_dtype=bfloat16"

@@ -23,14 +23,14 @@ from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model import documents
 from shardtune.model.build import build_model
-from shardtune.model.context import heads_between
+from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.loss import summed_loss, use_loss_head
-from shardtune.planner.extrapolate import Simulations
-from shardtune.planner.machine import Machine
+from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.plan import make_plan
+from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.training.optim import build_optimizer
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.reshard import ReshardPolicy
 
 KINDS = {
     "_allgather_base_": "all-gather",

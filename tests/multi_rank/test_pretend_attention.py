@@ -9,7 +9,8 @@ from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus
 from torch import nn
 
-from shardtune.model import attention, documents
+from shardtune.model import documents
+from shardtune.model.documents import attention
 
 
 def attend_in_float32() -> None:

@@ -26,7 +26,7 @@ from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model.build import build_model
-from shardtune.model.files import read_model_config
+from shardtune.model.source.files import read_model_config
 
 STILL = (
     "optimizer.lr=0",

@@ -32,7 +32,7 @@ from helpers.small_runs import (
 from safetensors.torch import load_file
 
 import shardtune.training.evaluate
-import shardtune.training.stage
+import shardtune.training.pipeline
 from shardtune.__main__ import run as run_command
 from shardtune.log import logger
 
@@ -140,7 +140,7 @@ def run_and_signal(nth: int, arguments: list[str]) -> None:
     evaluate: Any = shardtune.training.evaluate
     assign_rows, summed_loss, evaluations, batches = (
         evaluate.assign_rows,
-        shardtune.training.stage.summed_loss,
+        shardtune.training.pipeline.summed_loss,
         [],
         [],
     )
@@ -158,7 +158,7 @@ def run_and_signal(nth: int, arguments: list[str]) -> None:
         return summed_loss(*arguments)
 
     evaluate.assign_rows = begin
-    vars(shardtune.training.stage)["summed_loss"] = signal_in_third
+    vars(shardtune.training.pipeline)["summed_loss"] = signal_in_third
     run_script(["--config", "config.yaml", *arguments])
 
 

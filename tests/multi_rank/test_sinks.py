@@ -20,8 +20,8 @@ from helpers.ranks import on_ranks, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtune.__main__ import run as run_command
-from shardtune.training import sinks
-from shardtune.training.sinks import Sink, scalars
+from shardtune.training.observers import sinks
+from shardtune.training.observers.sinks import Sink, scalars
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 ARGUMENTS = [

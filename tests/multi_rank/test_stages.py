@@ -35,9 +35,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from shardtune.training import reshard
-from shardtune.training.metrics import Metrics
-from shardtune.training.stage import Stage
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.pipeline import Stage
+from shardtune.training.states import reshard
 
 RATES = (3e-3,) * 4
 

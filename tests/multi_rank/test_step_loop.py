@@ -16,21 +16,21 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, finish
 from helpers.ranks import on_ranks, run_script
 
-from shardtune.training import garbage_collection, stage
-from shardtune.training.metrics import Metrics
+from shardtune.training import garbage_collection, pipeline
+from shardtune.training.observers.metrics import Metrics
 
 
 def run_and_note_collections(arguments: list[str]) -> None:
     """Write to `collected<rank>` before which micro-batches garbage is collected."""
     vars(garbage_collection)["_EVERY_MICRO_BATCHES"] = 3
     micro_batches: Counter[str] = Counter()
-    original = stage.summed_loss
+    original = pipeline.summed_loss
 
     def counted(*given: Any) -> torch.Tensor:
         micro_batches["training" if torch.is_grad_enabled() else "evaluation"] += 1
         return original(*given)
 
-    vars(stage)["summed_loss"] = counted
+    vars(pipeline)["summed_loss"] = counted
 
     def note(when: str, _: Any) -> None:
         if when == "start" and not gc.isenabled():

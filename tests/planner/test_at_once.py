@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-import shardtune.planner.at_once as at_once_module
-from shardtune.planner.at_once import at_once
+import shardtune.planner.simulation.at_once as at_once_module
+from shardtune.planner.simulation.at_once import at_once
 
 HERE = os.getpid()
 

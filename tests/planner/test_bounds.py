@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from shardtune.__main__ import run
-from shardtune.planner.extrapolate import with_layers
-from shardtune.planner.machine import Machine
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.shapes import rough_memory
+from shardtune.planner.command.verdict import verdict
 from shardtune.planner.plan import Plan, bound_plan, make_plan
-from shardtune.planner.shapes import rough_memory
-from shardtune.planner.verdict import verdict
+from shardtune.planner.simulation.extrapolate import with_layers
 
 
 def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(tmp_path, capsys):

@@ -37,16 +37,16 @@ from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import MeasuredMachine, read_measured, write_measured
 from shardtune.model.build import build_on_meta
-from shardtune.model.quantised import piece_bytes
-from shardtune.planner.duration import RunLength, run_length
-from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
-from shardtune.planner.machine import Machine, collective_bytes, link_bytes
+from shardtune.model.source.quantised import piece_bytes
+from shardtune.planner.arithmetic.duration import RunLength, run_length
+from shardtune.planner.arithmetic.machine import Machine, collective_bytes, link_bytes
+from shardtune.planner.command.text import describe
+from shardtune.planner.command.verdict import verdict
 from shardtune.planner.plan import _Planner, bound_plan, make_plan
-from shardtune.planner.simulate import Step, fake_world, simulate
-from shardtune.planner.text import describe
-from shardtune.planner.tracker import Cause, Collective
-from shardtune.planner.verdict import verdict
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.planner.simulation.extrapolate import cuts, extrapolate, layer_kinds, with_layers
+from shardtune.planner.simulation.simulate import Step, fake_world, simulate
+from shardtune.planner.simulation.tracker import Cause, Collective
+from shardtune.training.states.reshard import ReshardPolicy
 
 SHALLOW = with_layers(GLM, 2)
 

@@ -10,9 +10,9 @@ from conftest import REPOSITORY
 from transformers import AutoConfig
 
 from benchmarks.plans import CONFIGS, LONG_ROWS, PAGE, plan_of, with_plans
-from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.plan import bound_plan
 from shardtune.planner.search import Search
+from shardtune.planner.simulation.extrapolate import Simulations
 
 
 def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments():

@@ -13,10 +13,10 @@ from conftest import REPOSITORY
 from benchmarks.plans import CONFIGS, plan_of
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
-from shardtune.model.attention_check import require_documents_apart
-from shardtune.model.files import read_model_config
-from shardtune.planner.arguments import add_arguments
-from shardtune.planner.command import plan_run
+from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.command.options import add_arguments
+from shardtune.planner.command.plan_command import plan_run
 
 # Of each: nodes, the billions of parameters in its name or card, and settings.
 EXPERTS = "parallel.expert=8"

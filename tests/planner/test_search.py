@@ -19,12 +19,12 @@ from transformers import (
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
-from shardtune.planner.extrapolate import Simulations
-from shardtune.planner.machine import Machine
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.command.text import describe, describe_room
+from shardtune.planner.command.verdict import lacking
 from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
 from shardtune.planner.search import Search, launch_command, with_values
-from shardtune.planner.text import describe, describe_room
-from shardtune.planner.verdict import lacking
+from shardtune.planner.simulation.extrapolate import Simulations
 
 CONFIGS = REPOSITORY / "tests/data/configs"
 WIDE = {

@@ -10,11 +10,11 @@ from helpers import packing_families
 from helpers.planned import configured
 
 from shardtune.distributed.layout import Layout
-from shardtune.model.state_layers import state_mixers
-from shardtune.planner import short_rows
-from shardtune.planner.short_rows import shorten_rows
-from shardtune.planner.simulate import Measured, Step, fake_world, simulate
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.model.documents.state_layers import state_mixers
+from shardtune.planner.simulation import short_rows
+from shardtune.planner.simulation.short_rows import shorten_rows
+from shardtune.planner.simulation.simulate import Measured, Step, fake_world, simulate
+from shardtune.training.states.reshard import ReshardPolicy
 
 _ROW = 512
 

@@ -12,7 +12,7 @@ from helpers.planned import LLAMA
 from transformers import LlamaConfig
 
 from shardtune.__main__ import COMMANDS, run
-from shardtune.planner import team_table
+from shardtune.planner.command import team_table
 
 # Each command line, and what is refused; for none the command's help.
 REFUSED = {

@@ -15,15 +15,15 @@ from pretend_gpu.waits import host_waits
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from distTest.gpu_check import kernels
+from distTest.gpu_check import exactness
 from distTest.gpu_check.checks import Failed
 from shardtune.distributed.gpus import use_gpu
 from shardtune.distributed.host_memory import pinned_zeros, unpin
-from shardtune.model import attention
-from shardtune.model.grouped_experts import expert_outputs
+from shardtune.model.documents import attention
+from shardtune.model.moe.grouped_experts import expert_outputs
 from shardtune.optimizers.rules import AdamW, AdamW8bit
-from shardtune.planner.tracker import varlen_workspace
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.planner.simulation.tracker import varlen_workspace
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 pytestmark = needs_compiler
 
@@ -260,7 +260,7 @@ def groups_of_any_size_follow_one_another_along_rows_alone() -> None:
 def outputs_and_gradients_of_odd_groups_of_experts_are_exact() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPU_CHECK_TINY", "1")
-        kernels.experts()  # raises what is wrong
+        exactness.experts()  # raises what is wrong
         for factor, of_empty, problem in ((1.05, 0.0, "bfloat16: {"), (1.0, 0.1, "without rows")):
 
             def wrong(
@@ -268,9 +268,9 @@ def outputs_and_gradients_of_odd_groups_of_experts_are_exact() -> None:
             ) -> Any:
                 return factor * expert_outputs(module, *rest) + of_empty * module.down_proj[2, 0, 0]
 
-            patch.setattr(kernels, "expert_outputs", wrong)
+            patch.setattr(exactness, "expert_outputs", wrong)
             with pytest.raises(Failed, match=problem):
-                kernels.experts()
+                exactness.experts()
 
 
 def grouped_products_are_those_of_each_group() -> None:

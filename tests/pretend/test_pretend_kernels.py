@@ -12,9 +12,9 @@ from helpers.pretended import needs_compiler
 from pretend_gpu.count import counted
 from transformers import AutoConfig
 
-from shardtune.planner.machine import Machine
-from shardtune.planner.roofline import launched, moved_bytes
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.roofline import launched, moved_bytes
+from shardtune.training.states.reshard import ReshardPolicy
 
 pytestmark = needs_compiler
 

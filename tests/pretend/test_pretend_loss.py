@@ -19,9 +19,9 @@ from torch._dynamo.utils import counters
 from shardtune.distributed import compiling
 from shardtune.model import loss
 from shardtune.model.loss import LossHead, compile_loss
-from shardtune.planner.kernels import Kernel
-from shardtune.planner.roofline import launched, moved_bytes
-from shardtune.planner.tracker import Tracker
+from shardtune.planner.arithmetic.roofline import launched, moved_bytes
+from shardtune.planner.simulation.kernel_costs import Kernel
+from shardtune.planner.simulation.tracker import Tracker
 
 pytestmark = needs_compiler
 

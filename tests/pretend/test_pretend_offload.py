@@ -23,9 +23,9 @@ from shardtune.distributed import compiling
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model.build import build_model
-from shardtune.model.masters import take_master
+from shardtune.model.source.masters import take_master
 from shardtune.planner import run_plan
-from shardtune.training import host_states
+from shardtune.training.states import host_states
 
 pytestmark = needs_compiler
 

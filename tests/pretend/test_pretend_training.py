@@ -95,9 +95,9 @@ def assert_waits(run_dir: Path, rank: int, run: list[str]) -> None:
         places = Counter(
             re.sub(r":\d+", "", wait.where.removeprefix(f"{REPOSITORY}/")) for wait in waits
         )
-        expected = {"shardtune/training/metrics.py all_gather_step_stats": 1}
+        expected = {"shardtune/training/observers/metrics.py all_gather_step_stats": 1}
         if EXPERTS in run:
-            expected["shardtune/model/experts.py __call__"] = EXPERT_LAYERS * passes
+            expected["shardtune/model/moe/experts.py __call__"] = EXPERT_LAYERS * passes
         assert places == expected
 
 

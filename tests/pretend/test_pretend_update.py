@@ -23,9 +23,9 @@ from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training import optim
-from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.setup import start_logging
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 pytestmark = needs_compiler
 

@@ -23,10 +23,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.distributed import compiling
-from shardtune.model import grouped_experts, loss
-from shardtune.model.grouped_experts import gather_both_ways
+from shardtune.model import loss
+from shardtune.model.moe import grouped_experts
+from shardtune.model.moe.grouped_experts import gather_both_ways
 from shardtune.optimizers.rules import AdamW, AdamW8bit
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 pytestmark = needs_compiler
 

@@ -53,10 +53,10 @@ def install(gpus: int, gb: float = DEFAULT_GB, hollow: bool = False) -> None:
     if str(library) not in torch.ops.loaded_libraries:
         torch.ops.load_library(str(library))
         # Only now: these register kernels of the device.
-        from . import cuda_api, kernels, nccl, waits
+        from . import cuda_api, nccl, stub_kernels, waits
 
         waits.listen(ctypes.CDLL(str(library)))
         cuda_api.patch()
-        kernels.register()
+        stub_kernels.register()
         nccl.patch()
     torch.ops.pretend.configure(gpus, gb * 1e9, hollow)

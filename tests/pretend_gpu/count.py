@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtune.distributed import compiling
 from shardtune.model import build
 from shardtune.model.compiled_layers import compile_layers
-from shardtune.planner.kernels import Kernel, Kind, kernel_of
-from shardtune.planner.machine import Machine
-from shardtune.training import optim, reshard
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.simulation.kernel_costs import Kernel, Kind, kernel_of
+from shardtune.training import optim
+from shardtune.training.states import reshard
+from shardtune.training.states.reshard import ReshardPolicy
 
 from . import hollow, waits
 from .compiled import Compiler

@@ -127,14 +127,14 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     import train_fsdp
     from shardtune.config_io import load_config
     from shardtune.model.build import build_model, forward_only
-    from shardtune.model.files import read_model_config
-    from shardtune.training import stage as stage_module
-    from shardtune.training.expert_balance import ExpertBalance
-    from shardtune.training.host_states import HostStates
+    from shardtune.model.source.files import read_model_config
+    from shardtune.training import pipeline
+    from shardtune.training.observers.expert_balance import ExpertBalance
     from shardtune.training.optim import build_optimizer
-    from shardtune.training.replica_shards import OwnedParameters
-    from shardtune.training.reshard import choose_reshard_policy
-    from shardtune.training.states import state_bytes
+    from shardtune.training.states.host_states import HostStates
+    from shardtune.training.states.replica_shards import OwnedParameters
+    from shardtune.training.states.reshard import choose_reshard_policy
+    from shardtune.training.states.state_bytes import state_bytes
 
     given = [f"model.path={options.model}", "model.init=random", *options.assignments]
     config = load_config(options.config, given, {})
@@ -150,7 +150,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     _prepare_forward(model, options.tiles, world)
     batch = _full_batch(world)
     enter("evaluate")
-    stage = stage_module.Stage(model, owned, world)
+    stage = pipeline.Stage(model, owned, world)
     with forward_only(model):
         stage.forward(batch)
     run = SimpleNamespace(config=config, world=world)
@@ -167,7 +167,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
         expert_balance=balance,
         metrics=unwritten,
     )
-    enter_phases(train_fsdp, stage_module, enter)
+    enter_phases(train_fsdp, pipeline, enter)
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
     step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
     stop: Any = SimpleNamespace(received=None)
@@ -177,9 +177,9 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
 
 def _prepare_forward(model: Any, tiles: int, world: Any) -> None:
     """Let the model attend and make logits as a run of packed rows does."""
-    from shardtune.model.attention import DOCUMENT_ATTENTION
+    from shardtune.model.documents.attention import DOCUMENT_ATTENTION
     from shardtune.model.loss import use_loss_head
-    from shardtune.model.tiles import tile_layers
+    from shardtune.model.moe.tiles import tile_layers
 
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     use_loss_head(model, world.device)
@@ -187,11 +187,11 @@ def _prepare_forward(model: Any, tiles: int, world: Any) -> None:
         tile_layers(model, tiles)
 
 
-def enter_phases(train_fsdp: Any, stage_module: Any, enter: Callable[[str], None]) -> None:
+def enter_phases(train_fsdp: Any, pipeline: Any, enter: Callable[[str], None]) -> None:
     """Let the parts of a step call `enter` as they begin and end."""
     for place, name, before, after in (
-        (stage_module.Stage, "forward", "forward", "backward"),
-        (stage_module.Stage, "backward", "backward", "backward"),
+        (pipeline.Stage, "forward", "forward", "backward"),
+        (pipeline.Stage, "backward", "backward", "backward"),
         (train_fsdp, "all_gather_step_stats", "norm", "norm"),
         (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):

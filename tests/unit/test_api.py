@@ -17,7 +17,7 @@ from helpers.planned import LLAMA
 from test_report import write_run
 
 import shardtune
-from shardtune.planner.extrapolate import with_layers
+from shardtune.planner.simulation.extrapolate import with_layers
 
 MODEL = "models/SmolLM2-135M-Instruct"  # of the demo
 SHORT = ["data.max_length=64", "train.gradient_accumulation_steps=2"]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny import tiny_config
-from shardtune.model import attention_check
+from shardtune.model.documents import attention_check
 
 CHUNKS = {
     "layer_types": ["chunked_attention", "full_attention"],

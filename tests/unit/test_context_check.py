@@ -11,9 +11,9 @@ from helpers.configs import configured
 
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
-from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import require_trainable
-from shardtune.planner.simulate import fake_world
+from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.planner.simulation.simulate import fake_world
 
 LONGROPE = {
     "rope_type": "longrope",

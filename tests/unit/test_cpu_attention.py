@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardtune.model import attention, documents
-from shardtune.model.cpu_attention import _TILE, causal_documents
+from shardtune.model import documents
+from shardtune.model.documents import attention
+from shardtune.model.documents.cpu_attention import _TILE, causal_documents
 
 # One token, a tile and those beside it, and several tiles.
 LENGTHS = [1, _TILE - 1, _TILE, _TILE + 1, 3 * _TILE + 5, 7]

@@ -20,8 +20,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardtune.config import ModelConfig
 from shardtune.errors import UserError
-from shardtune.model import files, load, quantised
-from shardtune.model.weight_files import list_tensors
+from shardtune.model.source import files, load, quantised
+from shardtune.model.source.weight_files import list_tensors
 
 Tensors = dict[str, torch.Tensor]
 

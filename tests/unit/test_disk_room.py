@@ -20,7 +20,7 @@ from shardtune.checkpoint.free_space import _disks_here
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.errors import UserError
 from shardtune.log import setup_logging
-from shardtune.planner.disk_room import require_room, saves_left
+from shardtune.planner.arithmetic.disk_room import require_room, saves_left
 
 GB = 10**9
 

@@ -11,7 +11,7 @@ from helpers.configs import load
 
 from shardtune.cluster.control import Message
 from shardtune.cluster.environment import read_environment
-from shardtune.cluster.exit_code import Judge
+from shardtune.cluster.judge import Judge
 from shardtune.cluster.stuck import RankStatus
 from shardtune.distributed.rank_record import Failure, Phase
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.tiny import tiny_config
 from shardtune.config import LoraConfig
+from shardtune.model.documents.state_layers import recurrence_flops, state_mixers
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 from shardtune.model.lora import add_adapters, draw_factors
-from shardtune.model.state_layers import recurrence_flops, state_mixers
 from shardtune.model.traits import top_k
 
 WIDE = {"head_dim": 12}  # not hidden_size / num_attention_heads

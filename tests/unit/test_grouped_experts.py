@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from shardtune.distributed import compiling
 from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.layout import Layout
-from shardtune.model import grouped_experts
-from shardtune.model.grouped_experts import TokenPairs, expert_outputs, gathering_forward
-from shardtune.planner.simulate import Step, fake_world, simulate
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.model.moe import grouped_experts
+from shardtune.model.moe.grouped_experts import TokenPairs, expert_outputs, gathering_forward
+from shardtune.planner.simulation.simulate import Step, fake_world, simulate
+from shardtune.training.states.reshard import ReshardPolicy
 
 SIZES = [1, 7, 0, 13]
 # Gates and weights at the activation; no gate; biases, behind which the weights are.

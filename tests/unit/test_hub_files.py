@@ -15,11 +15,11 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from shardtune.checkpoint.export import layout
+from shardtune.checkpoint.export import model_files
 from shardtune.config import ModelConfig
 from shardtune.data import hub
 from shardtune.errors import UserError
-from shardtune.model import files
+from shardtune.model.source import files
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
     )
     for read in (
         lambda: files.read_model_config(model, 64),
-        lambda: files.fetch_weights(model, layout.require_index),
+        lambda: files.fetch_weights(model, model_files.require_index),
     ):
         with pytest.raises(UserError, match=refusal):
             read()
@@ -55,7 +55,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text(commit, encoding="utf-8")
     assert files.read_model_config(model, 64).model_type == "llama"
-    assert files.fetch_weights(model, layout.require_index) == commit
+    assert files.fetch_weights(model, model_files.require_index) == commit
     assert time.monotonic() - started < 5
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # registers its operators
 
-from shardtune.planner.kernels import Kernel, Kind, kernel_of
-from shardtune.planner.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
+from shardtune.planner.arithmetic.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
+from shardtune.planner.simulation.kernel_costs import Kernel, Kind, kernel_of
 
 aten = torch.ops.aten
 

@@ -22,12 +22,12 @@ READERS = {"config.py", "config_io.py", "config_schema.py", "distributed/layout.
 SAID = {  # what a user asked for, in words
     ("training/setup.py", "config.optimizer.offload"),
     ("training/setup.py", "config.model.compute_dtype"),
-    ("model/config_json.py", "config.parallel"),  # without a device
+    ("model/source/config_json.py", "config.parallel"),  # without a device
     ("cluster/node_info.py", "config.parallel"),
-    ("planner/team_table.py", "config.model.activation_checkpointing"),
+    ("planner/command/team_table.py", "config.model.activation_checkpointing"),
 }
 # A run, a machine that is planned for, a trial before there is one, steps without a run.
-MAKERS = {"distributed/join.py", "planner/machine.py", "planner/command.py"}
+MAKERS = {"distributed/join.py", "planner/arithmetic/machine.py", "planner/command/plan_command.py"}
 MAKERS |= {"report/step_records.py", "distTest/rehearse/__main__.py", "benchmarks/models.py"}
 
 

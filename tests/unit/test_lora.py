@@ -29,8 +29,8 @@ from shardtune.model.lora import (
     describe_adapters,
     draw_factors,
 )
+from shardtune.model.source.weight_files import list_tensors
 from shardtune.model.support import router_noise
-from shardtune.model.weight_files import list_tensors
 
 ALL_FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in FAMILIES},

@@ -10,8 +10,8 @@ import torch
 from shardtune.optimizers import rounding
 from shardtune.optimizers.rounding import code_tables, magnitudes
 from shardtune.optimizers.rules import AdamW, AdamW8bit
-from shardtune.training import host_states, sharded_optimizer
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states import host_states, sharded_optimizer
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 CPU = torch.device("cpu")
 

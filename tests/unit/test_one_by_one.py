@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardtune.model import documents
-from shardtune.model.one_by_one import call_one_by_one, restore
+from shardtune.model.documents.one_by_one import call_one_by_one, restore
 
 
 class Layer(nn.Module):

@@ -30,8 +30,8 @@ from shardtune.training.optim import (
     set_learning_rate,
     squared_gradients,
 )
-from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 # 12 steps, of which ceil(0.3 x 12) = 4 warm up, then 8 fall from 8e-4 to a tenth of that.
 HALF_COSINE = [(1 + math.cos(math.pi * eighths / 8)) / 2 for eighths in range(1, 9)]

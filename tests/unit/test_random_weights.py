@@ -6,7 +6,7 @@ import torch
 from helpers import moe_families
 
 from shardtune.model.build import draw_weights
-from shardtune.model.experts import count_tokens
+from shardtune.model.moe.experts import count_tokens
 
 
 def drawn(seed: int) -> dict[str, torch.Tensor]:

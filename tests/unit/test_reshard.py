@@ -13,13 +13,13 @@ from torch import nn
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.model import fsdp_groups
-from shardtune.training.reshard import (
+from shardtune.training.states.reshard import (
     KeptBytes,
     ReshardPolicy,
     choose_reshard_policy,
     decide,
 )
-from shardtune.training.states import StateBytes
+from shardtune.training.states.state_bytes import StateBytes
 
 
 class Sharded(nn.Linear):

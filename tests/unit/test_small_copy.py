@@ -16,9 +16,9 @@ from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model import attention_check
-from shardtune.model.attention_check import require_documents_apart
-from shardtune.model.small_copy import small_copy
+from shardtune.model.documents import attention_check
+from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.source.small_copy import small_copy
 from shardtune.model.support import unsupported
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.distributed.exchange import Exchange
 from shardtune.distributed.layout import Layout
-from shardtune.model.experts import SharedExperts, spread_problems
-from shardtune.planner.simulate import Step, fake_world, simulate
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.model.moe.experts import SharedExperts, spread_problems
+from shardtune.planner.simulation.simulate import Step, fake_world, simulate
+from shardtune.training.states.reshard import ReshardPolicy
 
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 

@@ -13,8 +13,8 @@ from helpers.tiny_models import VOCABULARY
 from torch import nn
 
 from shardtune.model import documents
-from shardtune.model.one_by_one import call_one_by_one
-from shardtune.model.state_layers import (
+from shardtune.model.documents.one_by_one import call_one_by_one
+from shardtune.model.documents.state_layers import (
     missing_kernels,
     recurrence_flops,
     separate_documents,

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.log import setup_logging
 from shardtune.model.flops import DevicePeak
-from shardtune.training.metrics import Metrics, StepStats
-from shardtune.training.observer import StepEnded
-from shardtune.training.step_log import StepLog
+from shardtune.training.observers.metrics import Metrics, StepStats
+from shardtune.training.observers.observer import StepEnded
+from shardtune.training.observers.step_log import StepLog
 
 
 def test_a_line_has_the_mean_speed_since_the_line_before_it(tmp_path, capsys):

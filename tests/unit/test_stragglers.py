@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardtune.training.stragglers import slowest
+from shardtune.training.observers.stragglers import slowest
 
 
 def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median():

@@ -20,13 +20,13 @@ from transformers import (
 from shardtune.__main__ import run
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.adapter import Adapter
-from shardtune.checkpoint.export.layout import WholeModel
+from shardtune.checkpoint.export.model_files import WholeModel
 from shardtune.checkpoint.train_state import model_kinds, model_state
 from shardtune.config import LoraConfig, ModelConfig
 from shardtune.errors import UserError
-from shardtune.model.files import read_model_config
 from shardtune.model.lora import add_adapters
-from shardtune.model.text_model import build_text_model, drop_towers, require_text
+from shardtune.model.source.files import read_model_config
+from shardtune.model.source.text_model import build_text_model, drop_towers, require_text
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,8 +16,8 @@ NAMES = {*EXPERTS, *TOP_K, *FACTORS, "layer_types", "num_key_value_heads"}
 NAMES |= {"qk_nope_head_dim", "v_head_dim"}
 ALLOWED = {
     "model/traits.py",
-    "model/small_copy.py",  # which narrows these settings
-    "planner/tracker.py",  # operands of a product of groups
+    "model/source/small_copy.py",  # which narrows these settings
+    "planner/simulation/tracker.py",  # operands of a product of groups
     "optimizers/rounding.py",  # scales of blocks, one behind the other
 }
 COMPARE = {

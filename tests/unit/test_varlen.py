@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtune.model import attention, documents
+from shardtune.model import documents
+from shardtune.model.documents import attention
 
 
 def plain_varlen(

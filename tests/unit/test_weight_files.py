@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from shardtune.errors import UserError
-from shardtune.model import load
+from shardtune.model.source import load
 
 
 def edges(size: int) -> list[slice]:

@@ -18,8 +18,8 @@ from shardtune.checkpoint.resume_rules import require_allowed_settings, require_
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
-from shardtune.model import weight_files
-from shardtune.model.weight_files import tensors_digest, weights_digest
+from shardtune.model.source import weight_files
+from shardtune.model.source.weight_files import tensors_digest, weights_digest
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -17,15 +17,22 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export.layout import Export, Kind, Unit, WholeModel, files_with, on_meta
+from shardtune.checkpoint.export.model_files import (
+    Export,
+    Kind,
+    Unit,
+    WholeModel,
+    files_with,
+    on_meta,
+)
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
-from shardtune.model.files import model_folder
-from shardtune.model.grouped_experts import trait
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
-from shardtune.model.text_model import drop_towers
+from shardtune.model.moe.grouped_experts import trait
+from shardtune.model.source.files import model_folder
+from shardtune.model.source.text_model import drop_towers
+from shardtune.model.source.weight_files import weights_digest
 from shardtune.model.traits import is_stack
-from shardtune.model.weight_files import weights_digest
 
 
 class Adapter(Export):

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.adapter import Adapter
-from shardtune.checkpoint.export.layout import Export, WholeModel
 from shardtune.checkpoint.export.listing import read_listing
+from shardtune.checkpoint.export.model_files import Export, WholeModel
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.checkpoint.run_dir import BEST, RunDir
 from shardtune.checkpoint.train_state import masters_by_name, model_kinds, model_state
@@ -31,7 +31,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.metrics_schema import BestEntry, EvalEntry
-from shardtune.model.files import model_folder
+from shardtune.model.source.files import model_folder
 from shardtune.units import gb
 
 _RESULT = ("step", "loss", "perplexity")

@@ -20,8 +20,8 @@ from shardtune.checkpoint.export.adapter import (
     why_not_merged,
     why_other_weights,
 )
-from shardtune.checkpoint.export.layout import Export, Kind, WholeModel
 from shardtune.checkpoint.export.listing import Entries
+from shardtune.checkpoint.export.model_files import Export, Kind, WholeModel
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
     ASSETS,
@@ -38,7 +38,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, Aborted, RunFailed, UserError, first_line
 from shardtune.log import logger
-from shardtune.model.files import model_folder
+from shardtune.model.source.files import model_folder
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:

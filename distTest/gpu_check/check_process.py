@@ -1,0 +1,82 @@
+"""The process of one check: python -m distTest.gpu_check.check_process NAME RESULT.json."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from distTest.gpu_check.checks import CHECKS, Failed, Skipped
+
+# The oldest versions for which the project has substitutes (shardtune/distributed/older_torch.py).
+OLDEST = {"Python": "3.11", "torch": "2.11", "transformers": "5.17"}
+
+
+def main() -> None:
+    name, result = sys.argv[1], Path(sys.argv[2])
+    check = next(check for check in CHECKS if check.name == name)
+    outcome: dict[str, Any] = {"figures": {}}
+    work = result.with_suffix("")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    os.environ["GPU_CHECK_WORK"] = str(work)
+    try:
+        require_gpu()
+        if check.needs_project:
+            require_project()
+        module, _, function = check.function.partition(".")
+        summary, figures = getattr(import_module(f"distTest.gpu_check.{module}"), function)()
+        outcome = {"verdict": "ok", "summary": summary, "figures": figures}
+    except Skipped as why:
+        outcome |= {"verdict": "skipped", "summary": str(why)}
+    except Failed as failed:
+        outcome = {"verdict": "failed", "summary": str(failed), "figures": failed.figures}
+    finally:
+        shutil.rmtree(work, ignore_errors=True)  # models and checkpoints
+    result.write_text(json.dumps(outcome), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # PyTorch waits up to 300 s for its compile workers
+
+
+def require_gpu() -> None:
+    """Raises Skipped without a GPU that PyTorch sees."""
+    try:
+        import torch
+
+        from shardtune.distributed.gpus import unseen_gpus
+    except ImportError as error:
+        raise Skipped(f"{sys.executable} lacks a package: {error}") from error
+    if not torch.cuda.is_available():
+        raise Skipped(unseen_gpus() or f"PyTorch {torch.__version__} sees no GPU")
+
+
+def require_project() -> None:
+    """Import the project.
+
+    Raises:
+        Skipped: the environment is too old for it, or lacks a package.
+    """
+    try:
+        found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        found["Python"] = platform.python_version()
+        if old := [n for n, oldest in OLDEST.items() if release(found[n]) < release(oldest)]:
+            raise Skipped(", ".join(f"needs {n} {OLDEST[n]}, and this is {found[n]}" for n in old))
+        import_module("train_fsdp")
+    except ImportError as error:
+        raise Skipped(f"lacks a package: {error}") from error
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return (2, 13) of `2.13.0+cu130`."""
+    return tuple(map(int, version.split("+")[0].split(".")[:2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Keep documents apart in layers whose attention is their own: one call for each document.
+
+Layers with capped scores, with a bias, with compressed keys or with a mask that knows no documents
+attend in code of their own. Each of them takes the documents of a flat row one by one, as if each
+were alone. The rest of the model, experts among it, takes the whole row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.model.documents.one_by_one import call_one_by_one, restore
+from shardtune.model.documents.state_layers import state_mixers
+from shardtune.model.traits import layer_types
+
+
+class OneByOne:
+    """Lets a model's attention take documents one by one, until it is removed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._tables = position_tables(model)
+        self._modules = [*attention_layers(model), *self._tables]
+        for module in self._modules:
+            call_one_by_one(module)
+        self._hook = model.register_forward_pre_hook(self._hide_documents, with_kwargs=True)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._modules)
+
+    def remove(self) -> None:
+        self._hook.remove()
+        for module in self._modules:
+            restore(module)
+
+    def _hide_documents(self, _: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+        """Let the model make the masks of a row without documents.
+
+        With a mask of tokens transformers does not look for documents in the positions. Tables that
+        count tokens get no positions: some count from another number than 0.
+        """
+        named = named | {"attention_mask": torch.ones_like(named["input_ids"])}
+        if self._tables:
+            named.pop("position_ids", None)
+        return given, named
+
+
+def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that attend under a mask, but those that keep a state."""
+    found = [m for m in model.modules() if "attention" in type(m).__name__.lower() and _masks(m)]
+    inner = {m for module in found for m in [*module.modules()][1:]}
+    others = {*inner, *state_mixers(model)}
+    return [module for module in found if module not in others]
+
+
+def _masks(module: nn.Module) -> bool:
+    return any("mask" in name for name in _takes(module))
+
+
+def position_tables(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that look up positions, which they count themselves."""
+    counts = {"input_ids", "past_key_values_length"}
+    modules = (m for m in model.modules() if not isinstance(m, PreTrainedModel))
+    return [module for module in modules if counts <= _takes(module)]
+
+
+def keeps_states_only(model: PreTrainedModel) -> bool:
+    """Return whether every layer hands a state along the row instead of attending."""
+    if types := layer_types(model.config.get_text_config()):
+        return set(types) == {"linear_attention"}
+    decoder: Any = model.get_decoder()
+    return "position_ids" not in _takes(decoder) and not attention_layers(model)
+
+
+def _takes(module: nn.Module) -> set[str]:
+    return {*inspect.signature(type(module).forward).parameters}

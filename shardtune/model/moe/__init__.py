@@ -1,0 +1,1 @@
+"""Stacked experts: their products, and how ranks share them."""

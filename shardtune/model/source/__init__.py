@@ -1,0 +1,1 @@
+"""Files of weights and config.json, and the text model that they make."""

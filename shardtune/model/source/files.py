@@ -1,0 +1,163 @@
+"""Read the configuration behind `model.path`, and fetch a hub model's files, before any weight."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import constants, snapshot_download
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.utils import cached_file
+
+from shardtune.config import ModelConfig
+from shardtune.data.hub import hub_problem
+from shardtune.data.model_type import read_config
+from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
+from shardtune.errors import UserError
+from shardtune.model.source.config_json import beyond_positions, not_trained
+from shardtune.model.source.quantised import quantised_problems, take_quantization
+from shardtune.model.source.text_model import build_text_model, require_text
+from shardtune.model.source.weight_files import INDEX, describe, files_of_weights, weight_problems
+from shardtune.model.traits import number
+
+# Configuration, generation settings, tokenizer and what prepares images and sound.
+FILES_BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "*processor_config.json",
+    "chat_template*",
+    "*.py",  # code that config.json may name, which others run; nothing here does
+)
+
+
+def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
+    """Read the model's configuration and check it for rows of `max_length` tokens.
+
+    Raises:
+        UserError: there is no such model, no model can be built from its configuration, rows are
+            longer than its positions, or a directory's weights are missing or truncated.
+    """
+    path = model.path
+    with _refusing(
+        path,
+        "no model configuration that transformers can read",
+        "name a hub id or a directory with a config.json",
+    ):
+        config = _read_config(path)
+    if problem := not_trained(config.model_type):
+        raise UserError(problem)
+    take_quantization(config, path)
+    with (
+        _refusing(path, "no model can be built from its configuration", "correct its config.json"),
+        torch.device("meta"),
+    ):
+        require_text(build_text_model(copy.deepcopy(config)))  # building changes it
+    problems = []
+    positions = number(config.get_text_config(), "max_position_embeddings")
+    if problem := beyond_positions(max_length, positions, path):
+        problems.append(problem)
+    if model.init == "pretrained" and Path(path).is_dir():
+        problems += _problems_of_weights(Path(path))
+    if problems:
+        raise UserError(*problems)
+    if config.dtype is None and model.init == "pretrained":
+        config.dtype = _stored_dtype(Path(path))
+    return config
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    try:
+        return read_config(path)
+    except ValueError as error:
+        given, _ = PreTrainedConfig.get_config_dict(path)
+        kind = given.get("model_type")
+        if kind in CONFIG_MAPPING or (kind is None and "auto_map" not in given):
+            raise
+        what = f"transformers {transformers.__version__} does not know the architecture {kind}"
+        if "auto_map" in given:
+            what = "its model is code of its own, which is not run here"
+        problem = f"model.path={path}: {what} - name a model that transformers knows"
+        raise UserError(problem) from error
+
+
+def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]) -> str | None:
+    """Fetch a hub model's weights to this node, and return their commit; None for a directory.
+
+    Raises:
+        UserError: they cannot be fetched, or are missing or truncated.
+    """
+    path = model.path
+    if Path(path).is_dir():
+        return None
+    with _refusing(
+        path,
+        "its files cannot be fetched",
+        "connect to the hub, or copy them into this node's cache",
+    ):
+        commit = Path(str(cached_file(path, "config.json"))).parent.name
+        small = [*FILES_BESIDE_WEIGHTS, INDEX]
+        folder = Path(snapshot_download(path, revision=commit, allow_patterns=small))
+        if model.init == "random":
+            return commit
+        require_index(folder, path)
+        snapshot_download(path, revision=commit, allow_patterns=files_of_weights(folder))
+    if problems := _problems_of_weights(folder):
+        raise UserError(*problems)
+    return commit
+
+
+def _problems_of_weights(folder: Path) -> list[str]:
+    return weight_problems(folder) or quantised_problems(folder)
+
+
+def model_folder(path: str) -> Path | None:
+    """Return the directory of a model on this node: itself, or in the hub's cache."""
+    if Path(path).is_dir():
+        return Path(path)
+    with contextlib.suppress(OSError):
+        if file := cached_file(path, "config.json", local_files_only=True):
+            return Path(file).parent
+    return None
+
+
+@contextmanager
+def _refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
+    """Turn what transformers and the hub's client raise, each in its own way, into a UserError."""
+    unreachable = "" if Path(path).is_dir() else hub_problem()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if unreachable and isinstance(error, OSError):
+            raise UserError(
+                f"model.path={path}: neither a directory here nor in the hub's cache, and the hub "
+                f"cannot be reached ({unreachable}) - name a directory, copy the model into "
+                f"{constants.HF_HUB_CACHE}, or connect to the hub"
+            ) from error
+        if isinstance(error, ImportError):
+            remedy = "install what it names"
+        raise UserError(f"model.path={path}: {problem} ({describe(error)}) - {remedy}") from error
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of a directory's first tensor by name, for a config.json without one."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in sorted(opened.keys()):
+                return DTYPES_IN_SAFETENSORS.get(opened.get_slice(name).get_dtype())
+    return None

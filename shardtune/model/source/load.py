@@ -1,0 +1,398 @@
+"""Load a model's files sharded: each rank reads the bytes of its own slices, and no others.
+
+transformers decides which stored tensors make which parameter, and which slices of them are this
+rank's; `StoredTensor` reads those. Parameters are read one after the other, so that a rank holds
+its share of the model and the pieces of one parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
+from transformers.distributed import DistributedConfig
+
+from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
+from shardtune.errors import UserError
+from shardtune.log import logger
+from shardtune.model.source.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
+from shardtune.model.source.text_model import drop_towers
+from shardtune.model.source.weight_files import stored_tensors
+from shardtune.model.traits import FACTORS
+from shardtune.units import duration, gb
+
+_PIECE_BYTES = 8 << 20  # what one thread reads at a time
+_READERS = 4  # threads per rank
+_FIRST_REPORT_S, _REPORT_EVERY_S = 5, 10
+_DTYPES = DTYPES_IN_SAFETENSORS | DTYPES_OF_PARTS
+
+
+class StoredTensor:
+    """A tensor in a safetensors file, of which only the bytes of a slice are read.
+
+    It stands in for a slice of `safe_open`. That is mapped: a rank that needs columns reads all of
+    the rows, and an error of the disk kills the process.
+    """
+
+    def __init__(
+        self, file: IO[bytes], begin: int, dtype: str, shape: Sequence[int], reader: _Reader
+    ) -> None:
+        self._file, self._begin, self._dtype, self._shape = file, begin, dtype, shape
+        self._reader = reader
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """Read a box of the tensor. Raises OSError."""
+        box = box_of(index, self._shape)
+        content = torch.empty([len(edge) for edge in box], dtype=_DTYPES[self._dtype])
+        if content.numel():
+            starts, size = self._runs(box, content.itemsize)
+            target = content.reshape(-1).view(torch.uint8).numpy().data
+            self._reader.read(self._file, starts, size, target)
+        return content
+
+    def _runs(self, box: Sequence[range], itemsize: int) -> tuple[list[int], int]:
+        """Return where in the file each run of adjacent bytes of a box begins, and their size."""
+        starts, run, stride, is_adjacent = np.array([self._begin]), itemsize, itemsize, True
+        for size, edge in zip(reversed(self._shape), reversed(box), strict=True):
+            if is_adjacent:  # all inner dimensions are whole
+                starts += edge.start * stride
+                run, is_adjacent = len(edge) * stride, len(edge) == size
+            else:
+                starts = np.add.outer(np.array(edge) * stride, starts).ravel()
+            stride *= size
+        return starts.tolist(), run
+
+
+@contextmanager
+def open_tensors(
+    paths: Sequence[str | Path], dtype: torch.dtype, share: float = 1.0
+) -> Iterator[dict[str, Sliceable]]:
+    """Open files of a model and yield their tensors by name, the quantised ones of this dtype.
+
+    `share` is this rank's part of them.
+    """
+    with ExitStack() as opened:
+        reader = _Reader(opened.enter_context(ThreadPoolExecutor(_READERS)), share)
+        tensors: dict[str, StoredTensor] = {}
+        for path in paths:
+            file = opened.enter_context(Path(path).open("rb", buffering=0))
+            for name, stored_dtype, shape, begin, size in stored_tensors(file):
+                reader.total_bytes += size
+                tensors[name] = StoredTensor(file, begin, stored_dtype, shape, reader)
+        yield dequantised(tensors, Path(paths[0]).parent, dtype)
+        reader.report_end()
+
+
+class _Reader:
+    """Reads with several threads, and logs how far the reading is.
+
+    That is as this rank sees it: all ranks read their shares at the same time.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, share: float) -> None:
+        self.total_bytes = 0  # of the files
+        self._threads, self._share, self._read_bytes = threads, share, 0
+        self._began, self._reported = time.monotonic(), 0.0
+
+    def read(self, file: IO[bytes], starts: Sequence[int], run: int, target: memoryview) -> None:
+        """Fill `target` with the runs of `run` bytes that begin at `starts`. Raises OSError."""
+        pieces = [
+            (start + first, target[number * run :][first : min(run, first + _PIECE_BYTES)])
+            for number, start in enumerate(starts)
+            for first in range(0, run, _PIECE_BYTES)
+        ]
+        at_once = max(1, _PIECE_BYTES // run)
+        groups = [pieces[first : first + at_once] for first in range(0, len(pieces), at_once)]
+        for _ in self._threads.map(partial(_read_pieces, file), groups):
+            pass
+        self._read_bytes += len(target)
+        self._report()
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        seconds = now - self._began
+        if seconds < _FIRST_REPORT_S or now < self._reported + _REPORT_EVERY_S:
+            return
+        done = min(1.0, self._read_bytes / max(1.0, self._share * self.total_bytes))
+        rate = f"{gb(done * self.total_bytes / seconds, 2)} GB/s"
+        total, estimate = f"{gb(self.total_bytes)} GB", seconds / done
+        if not self._reported:
+            logger.info(f"Reading weights: about {duration(estimate)} for {total}, at {rate}")
+        else:
+            logger.info(
+                f"Reading weights: {gb(done * self.total_bytes)} GB of {total} | {rate} | "
+                f"about {duration(estimate - seconds)} left"
+            )
+        self._reported = now
+
+    def report_end(self) -> None:
+        if self._reported:
+            seconds = time.monotonic() - self._began
+            rate = f"{gb(self.total_bytes / seconds, 2)} GB/s"
+            total = gb(self.total_bytes)
+            logger.info(f"Read weights: {total} GB in {duration(seconds)}, {rate}")
+
+
+def _read_pieces(file: IO[bytes], pieces: Sequence[tuple[int, memoryview]]) -> None:
+    for start, target in pieces:
+        while target:
+            count = os.preadv(file.fileno(), [target], start)
+            if not count:
+                raise OSError(f"{file.name}: ends at byte {start}, before its last tensor")
+            start, target = start + count, target[count:]
+
+
+class SliceConverter(WeightConverter):
+    """Convert stored tensors as transformers does, in less memory, and where a slice is empty.
+
+    Files hold one tensor per expert. Each rank reads the experts of its slice and stacks them;
+    transformers fails where there is none to stack, and holds every expert three times.
+    """
+
+    __slots__ = ()
+
+    def convert(self, layer_name: str, model: Any = None, *more: Any, **options: Any) -> Any:
+        target = to_local(model.get_parameter_or_buffer(layer_name))
+        if not target.numel():
+            self.collected_tensors.clear()
+            return {layer_name: torch.empty(target.shape, dtype=target.dtype)}
+        operations = [(type(each), getattr(each, "dim", None)) for each in self.operations]
+        if operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            return {layer_name: self._stack(target.shape)}
+        if operations == [(Transpose, None)] and getattr(self.operations[0], "check_dims", False):
+            # transformers compares the slice with the whole parameter.
+            ((stored, *_),) = self.materialize_tensors().values()
+            fits = stored.shape == target.shape
+            return {layer_name: stored if fits else stored.transpose(1, 2).contiguous()}
+        if not _joins_or_cuts_rows(operations):
+            return super().convert(layer_name, model, *more, **options)
+        # The slices of rows are no slice of what they make: the model joins the convolutions of
+        # queries, keys and values, say.
+        for pattern, reads in self.collected_tensors.items():
+            self.collected_tensors[pattern] = cast(Any, [partial(_read_whole, r) for r in reads])
+        made = super().convert(layer_name, model, *more, **options)
+        return {
+            name: slice_like(whole, model.get_parameter_or_buffer(name)).contiguous()
+            for name, whole in made.items()
+        }
+
+    def _stack(self, shape: torch.Size) -> torch.Tensor:
+        """Read one expert after the other into its place in a stack of this shape.
+
+        Raises:
+            UserError: the stored experts do not fill it.
+        """
+        stack: torch.Tensor | None = None
+        end = 0
+        for pattern in self.source_patterns:
+            begin, count = end, 0
+            for read in self.collected_tensors.pop(pattern, ()):
+                part = cast(Callable[[], torch.Tensor | None], read)()
+                if part is None:  # an expert of another rank
+                    continue
+                stack = part.new_empty(shape) if stack is None else stack
+                end = end if count else begin + len(part)
+                place = stack[count : count + 1, begin:end]
+                if place.shape != (1, *part.shape):
+                    raise self._misfit(shape)
+                place.copy_(part)
+                count += 1
+            if count != shape[0]:
+                raise self._misfit(shape)
+        if stack is None or end != shape[1]:
+            raise self._misfit(shape)
+        return stack
+
+    def _misfit(self, shape: torch.Size) -> UserError:
+        return UserError(
+            f"the stored experts {', '.join(self.source_patterns)} do not fill a stack of "
+            f"{list(shape)} - fetch the model again, or correct its config.json"
+        )
+
+
+def _joins_or_cuts_rows(operations: Sequence[tuple[type, int | None]]) -> bool:
+    kinds = {kind for kind, _ in operations}
+    return MergeModulelist not in kinds and bool({(Concatenate, 0), (Chunk, 0)} & {*operations})
+
+
+def _read_whole(read: Any) -> torch.Tensor:
+    """Read the tensor of which a function of transformers reads this rank's slice."""
+    within = inspect.getclosurevars(read).nonlocals
+    whole: torch.Tensor = within["tensor"][...].to(within["dtype"])
+    return whole
+
+
+def load_sharded(
+    skeleton: PreTrainedModel,
+    path: str,
+    device: torch.device,
+    shard: Callable[[PreTrainedModel], None],
+) -> PreTrainedModel:
+    """Load the weights into a model like the skeleton that is sharded before they are read.
+
+    transformers builds on meta, calls `maybe_distribute_model`, and then reads only its slices of
+    all parameters that are DTensors. Its own version of that method unties tied embeddings and
+    supports neither a world of one nor our dtypes.
+    """
+    model, info = _sharded_class(skeleton, device, shard).from_pretrained(
+        path,
+        config=skeleton.config,
+        dtype=skeleton.dtype,
+        attn_implementation=skeleton.config._attn_implementation,
+        distributed_config=DistributedConfig(),  # no parallelism of transformers' own
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    del model.config.distributed_config
+    # What reading has left in the allocator has other sizes than what training asks for.
+    torch.cuda.empty_cache()
+    _require_all_weights(path, info)
+    return cast(PreTrainedModel, model)
+
+
+def _sharded_class(
+    skeleton: PreTrainedModel, device: torch.device, shard: Callable[[PreTrainedModel], None]
+) -> type[Any]:
+    """Return the skeleton's class, but one that `from_pretrained` shards before it reads."""
+    model_class, names = type(skeleton), sorted(skeleton.state_dict())
+    whole = sum(p.numel() for p in skeleton.parameters())
+
+    class Sharded(model_class):  # type: ignore[misc, valid-type]
+        __module__ = model_class.__module__
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            _keep_in_float32(self)
+            _leave_towers_out(self)
+
+        # The factors of adapters are drawn, so the files lack them.
+        _keys_to_ignore_on_load_missing = (
+            *(model_class._keys_to_ignore_on_load_missing or ()),
+            *(f"{factor}$" for factor in FACTORS),
+        )
+        # The files have the layers of other stages, too.
+        _keys_to_ignore_on_load_unexpected = (
+            *(model_class._keys_to_ignore_on_load_unexpected or ()),
+            f"^(?:{'|'.join(map(re.escape, names))})$",
+        )
+
+        @classmethod
+        def is_custom_code(cls) -> bool:
+            # FSDP2's classes look so, and then no module initialises the buffers of others.
+            return model_class.is_custom_code()
+
+        @classmethod
+        def prepare_distribute_model(
+            cls, distributed_config: Any, device_map: Any = None, **_: Any
+        ) -> tuple[Any, Any, None]:
+            return distributed_config, device, None
+
+        @classmethod
+        def maybe_distribute_model(cls, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+            # from_pretrained ties only after reading; FSDP2 must see tied weights as one parameter.
+            model.tie_weights()
+            shard(model)
+            return model
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: PreTrainedModel, states: Any, files: Any, load: Any
+        ) -> Any:
+            for conversion in load.weight_mapping:
+                if type(conversion) is WeightConverter:
+                    conversion.__class__ = SliceConverter
+            share = sum(to_local(p).numel() for p in model.parameters()) / whole
+            with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
+                return model_class._load_pretrained_model(model, tensors, None, load)
+
+    # transformers finds its conversions by the class's name.
+    Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
+    return Sharded
+
+
+def _leave_towers_out(model: PreTrainedModel) -> None:
+    """Drop what no text reaches, and let the files have tensors of it."""
+    towers = drop_towers(model)
+    if not towers:
+        return
+    patterns = {f"^{re.escape(tower)}" for tower in towers}
+    cast(Any, model)._keys_to_ignore_on_load_unexpected |= patterns
+    unread = ", ".join(tower.removesuffix(".") for tower in towers)
+    logger.info(f"Not loaded, since no text reaches it: {unread}")
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Read what the class keeps in float32 so; what is trained has the dtype of masters."""
+    patterns = "|".join(model._keep_in_fp32_modules_strict or ())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    model._keep_in_fp32_modules_strict = {
+        re.escape(name)
+        for name in model.state_dict()
+        if patterns and name not in trained and re.search(patterns, name)
+    }
+
+
+@contextmanager
+def _one_parameter_at_a_time() -> Iterator[None]:
+    """Keep transformers' threads from reading ahead without a bound. Ours read in parallel."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
+    """Check what `from_pretrained` reports of its reading, and log what it left unread.
+
+    Raises:
+        UserError: the files lack tensors of the model, or have them in another shape.
+    """
+    misshapen = [
+        f"{name}, {list(stored)}, not {list(built)}"
+        for name, stored, built in info["mismatched_keys"]
+    ]
+    problems = [
+        f"{path}: {problem} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
+        "its config.json"
+        for problem, names in (
+            ("the files lack the model's tensor", info["missing_keys"]),
+            ("another shape than the model's has", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise UserError(*problems)
+    if unexpected := sorted(info["unexpected_keys"]):
+        logger.info(
+            f"Not in the model, left unread: {unexpected[0]} ({len(unexpected)} tensors in all)"
+        )

@@ -1,0 +1,1 @@
+"""What follows from shapes, sizes and rates alone."""

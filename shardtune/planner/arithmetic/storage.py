@@ -1,0 +1,110 @@
+"""Bytes that a run writes to disk, and host memory that loading and saving take of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.layout import BYTES
+from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.world import World
+from shardtune.model.source.files import model_folder
+from shardtune.model.source.quantised import piece_bytes
+from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
+from shardtune.planner.arithmetic.shapes import Shapes, host_inputs_bytes
+from shardtune.training.states.state_bytes import StateBytes
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes on disk, of all nodes, and bytes of one node's memory."""
+
+    checkpoint_bytes: int  # one of them
+    checkpoints_bytes: int  # those that are kept, and the one that is being written
+    exported_bytes: int  # model/, adapter/ and best/
+    save_s: float  # at DISK_BYTES_PER_S
+    staging_bytes: int  # host memory for copies of what is being saved
+    loading_bytes: int  # host memory for pieces of the largest parameter
+    inputs_bytes: int  # host memory for inputs of layers
+    states_bytes: int  # host memory for masters, moments and gradients
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory without which a run ends; without that for saves it saves in another way."""
+        return self.inputs_bytes + self.states_bytes
+
+
+def plan_storage(
+    model: PreTrainedModel,
+    config: Config,
+    model_config: PreTrainedConfig,
+    states: StateBytes,
+    shapes: Shapes,
+    machine: Machine,
+    world: World,
+) -> Storage:
+    """Compute disk and host memory for a stage's model that `build_on_meta` has returned."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    itemsize = BYTES[world.layout.master_dtype]
+    checkpoint = sum(p.numel() for p in trained) * itemsize
+    checkpoint += states.saved_optimizer * world.layout.stage_ranks
+    # One of the replicas' ranks that hold the same slice writes it, and so copies it.
+    held = sum(to_local(p).numel() for p in trained) * itemsize // world.layout.replicate
+    staged = (held + states.saved_optimizer) * machine.ranks_per_node
+    is_async = config.checkpoint.mode == "async"
+    inputs = host_inputs_bytes(shapes, world.stage, world.layout) if machine.is_gpu else 0
+    # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
+    source = getattr(model_config, "dtype", None) or parameters[0].dtype
+    if config.model.init == "random":
+        loading = max(p.numel() * p.itemsize for p in parameters)
+    else:
+        folder = model_folder(config.model.path)
+        piece = piece_bytes(folder) if folder else 0
+        # A quantised slice is dequantised as it is stored.
+        loading = piece + max(
+            to_local(p).numel() * ((p if piece else source).itemsize + p.itemsize)
+            for p in parameters
+        )
+    return Storage(
+        checkpoint_bytes=checkpoint,
+        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        exported_bytes=_exported_bytes(model, config, source.itemsize),
+        save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
+        staging_bytes=staged if is_async else 0,
+        loading_bytes=loading * machine.ranks_per_node,
+        inputs_bytes=inputs * machine.ranks_per_node,
+        # Until they are pinned, each replica has read all of its masters.
+        states_bytes=max(states.host, (1 + world.layout.replicate) * states.host_masters)
+        * machine.ranks_per_node,
+    )
+
+
+def join_storage(stages: Sequence[Storage]) -> Storage:
+    """Add up what the stages write, and take the most that one of them needs of a node's memory.
+
+    Stages that share a node need as much of it together as if each took all of the node's ranks.
+    """
+    whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
+    most = {
+        name: max(getattr(stage, name) for stage in stages)
+        for name in ("staging_bytes", "loading_bytes", "inputs_bytes", "states_bytes")
+    }
+    return replace(whole, **most)
+
+
+def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:
+    itemsize = source_itemsize
+    if config.export.dtype != "source":
+        itemsize = DTYPES[config.export.dtype].itemsize
+    # Each better one is written before the last one is deleted.
+    models = config.export.final + 2 * config.eval.keep_best
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    others = sum(p.numel() for p in model.parameters()) - trained
+    if config.lora.rank is None:
+        return itemsize * (trained + others) * models
+    merged = itemsize * others * (config.export.final and config.export.merge)
+    return merged + 4 * trained * models

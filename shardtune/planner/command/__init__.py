@@ -1,0 +1,1 @@
+"""`shardtune plan`: its options, its text and its tables."""

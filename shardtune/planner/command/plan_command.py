@@ -1,0 +1,150 @@
+"""`shardtune plan`: what a run would take, from its configuration and the model's config.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
+from shardtune.checkpoint.export.model_files import require_exportable
+from shardtune.config import Config
+from shardtune.distributed.layout import Layout
+from shardtune.distributed.measured import read_measured
+from shardtune.errors import DoesNotFit, UserError
+from shardtune.log import quiet_libraries
+from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.source.files import model_folder, read_model_config
+from shardtune.model.source.quantised import describe_quantised, quantised_problems
+from shardtune.model.source.text_model import describe_type
+from shardtune.model.source.weight_files import weight_problems
+from shardtune.model.stages import require_composable
+from shardtune.planner.arithmetic.duration import run_length
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.command.options import RATES, read_config
+from shardtune.planner.command.text import describe, describe_changes, describe_room
+from shardtune.planner.command.verdict import lacking, verdict
+from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
+from shardtune.planner.search import (
+    ADAPTERS,
+    Search,
+    as_arguments,
+    launch_command,
+    with_values,
+)
+from shardtune.planner.simulation.at_once import at_once
+from shardtune.planner.simulation.extrapolate import Simulations
+from shardtune.planner.status_lines import Say, silent
+
+_SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # of the launch scripts
+
+
+def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
+    """Print the plan, and the fastest mesh that fits as a command.
+
+    Raises:
+        UserError: the run would be refused, or with code 3, it does not fit.
+    """
+    plan, simulations, lines = plan_config(options, say)
+    print(*lines, sep="\n")
+    changes = Search(plan, simulations, say=say).changes()
+    arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
+    arguments += options.assignments
+    command = launch_command([*changes, plan][0], arguments)
+    for line in describe_changes(plan, changes, command):
+        print(line)
+    if plan.states.total > plan.machine.memory_bytes:
+        say("counting the nodes that hold the states")
+        print(*describe_room(plan, _nodes_needed(plan, simulations)), sep="\n")
+    if plan.fits:
+        print(verdict(plan))
+    else:
+        remedy = "the command above" if changes else lacking(plan)
+        raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
+
+
+def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | None]:
+    """Return a mesh that fits for what may be trained: all weights, adapters."""
+    if plan.config.lora.rank:
+        return {"adapters": Search(plan, simulations).fewest_nodes()}
+    config = with_values(plan.config, ADAPTERS)
+    adapters = bound_plan(config, simulations.model_config, plan.machine)
+    settings = " ".join(as_arguments(ADAPTERS))
+    return {
+        "all weights": Search(plan, simulations).fewest_nodes(),
+        f"adapters, {settings}": Search(adapters, simulations).fewest_nodes(),
+    }
+
+
+def plan_config(
+    options: argparse.Namespace, say: Say = silent
+) -> tuple[Plan, Simulations, list[str]]:
+    """Plan the run of a configuration, a file or a mapping of keys, on the machine that is given.
+
+    Return the plan, the simulations for it, and its lines.
+
+    Raises:
+        UserError: the run would be refused.
+    """
+    config = read_config(options)
+    model_config = read_model(config, say)
+    simulations = Simulations(model_config)
+    say("simulating a step as configured")
+    plan = make_plan(config, model_config, machine_of(options, config), simulations)
+    folder = model_folder(config.model.path)
+    notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
+    lines = describe(plan, run_length(config, plan.layout))
+    return plan, simulations, [*filter(None, notes), *lines]
+
+
+def read_model(config: Config, say: Say) -> PreTrainedConfig:
+    """Return the model's configuration.
+
+    Raises:
+        UserError: a run of it would be refused.
+    """
+    quiet_libraries(is_main=False)
+    without_weights = config.model.model_copy(update={"init": "random"})
+    model_config = read_model_config(without_weights, config.data.max_length)
+    say(f"trying a small copy of {model_config.model_type}")
+    checks = require_composable, require_documents_apart
+    layout = Layout.of(config, ranks=1, is_gpu=True)
+    at_once([partial(check, layout, model_config) for check in checks])
+    if config.model.init == "pretrained":
+        _require_fitting_files(config.model.path)
+    return model_config
+
+
+def _require_fitting_files(path: str) -> None:
+    """Refuse weights that a run would refuse for their names, where they are on this node."""
+    folder = model_folder(path)
+    if folder and not weight_problems(folder):
+        if problems := quantised_problems(folder):
+            raise UserError(*problems)
+        source = {SOURCE: json.dumps(list_source(path)).encode()}
+        require_exportable(model_assets(folder) | source, folder)
+
+
+def machine_of(options: argparse.Namespace, config: Config) -> Machine:
+    """Return the machine that is given, with what its preflight has measured beside run.dir."""
+    nodes, ranks = options.nodes, options.gpus_per_node
+    measured = read_measured(Path(config.run.dir), nodes, ranks)
+    if measured.ranks:
+        print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
+    nic, nvlink, tflops = (default for default, _ in RATES.values())
+
+    def rate(given: float | None, unit: float, measured: float | None, default: float) -> float:
+        return given * unit if given is not None else measured or default * unit
+
+    return Machine(
+        nodes=nodes,
+        ranks_per_node=ranks,
+        memory_bytes=options.gpu_memory * 1e9,
+        node_bytes_per_s=rate(options.nic_gbps, 1e9 / 8, measured.node_bytes_per_s, nic),
+        rank_bytes_per_s=rate(options.nvlink_gbps, 1e9 / 8, measured.rank_bytes_per_s, nvlink),
+        flops_per_s=rate(options.gpu_tflops, 1e12, measured.flops_per_s, tflops),
+        host_bytes=options.host_memory * 1e9,
+    )

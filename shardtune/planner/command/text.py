@@ -1,0 +1,206 @@
+"""A plan in words and tables, for a terminal and for the log of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardtune.planner.arithmetic.duration import RunLength
+from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S
+from shardtune.planner.arithmetic.roofline import gpu_of
+from shardtune.planner.arithmetic.storage import Storage
+from shardtune.planner.plan import Estimate, Plan
+from shardtune.planner.search import as_arguments
+from shardtune.planner.simulation.simulate import EXPERT_IMBALANCE
+from shardtune.planner.simulation.tracker import Cause
+from shardtune.units import duration, gb
+
+
+def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
+    """Yield the lines of a plan. `length`: that of the run, or why it is not known."""
+    states = plan.states
+    is_whole = plan.trained_parameters == plan.parameters
+    trained = "all" if is_whole else f"{plan.trained_parameters:,}"
+    yield f"Parameters: {plan.parameters:,} | Trained: {trained}"
+    yield (
+        f"States: {gb(states.total)} GB = {gb(states.parameters)} GB parameters + "
+        f"{gb(states.gradients)} GB gradients + {gb(states.optimizer)} GB optimizer"
+    )
+    yield from _assumptions(plan)
+    yield ""
+    yield "Memory of a rank by phase, GB:"
+    causes = [c for c in Cause if any(gb(p.by_cause[c]) != "0.0" for p in plan.peaks.values())]
+    rows = [
+        [phase, gb(peak.n_bytes), *(gb(peak.by_cause[cause]) for cause in causes)]
+        for phase, peak in plan.peaks.items()
+    ]
+    yield from table(["", "total", *causes], rows)
+    yield ""
+    between, inside = plan.received
+    if plan.needed_bytes < plan.peak_bytes:
+        numbers = " and ".join(map(str, plan.kept_groups))
+        yield (
+            f"Gathered once a step, since memory is left: {numbers} groups of parameters; without "
+            f"that the peak is {gb(plan.needed_bytes)} GB"
+        )
+        yield ""
+    yield f"Received in a step, GB (as {plan.machine.backend} moves it):"
+    rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
+    yield from table(["", "by a node from others", "by a rank in its node"], rows)
+    yield ""
+    bubble = f" (a bubble of {plan.bubble:.0%} in it)" if plan.bubble else ""
+    floors = ", ".join(
+        f"{seconds:.3g} s {part}{bubble if part == 'arithmetic' else ''}"
+        for part, seconds in plan.floors_s.items()
+    )
+    yield f"A step takes at least: {floors}{_eager(plan)}"
+    yield from _host_link(plan)
+    yield _hours(plan, length)
+    yield from _storage(plan)
+
+
+def _eager(plan: Plan) -> str:
+    if plan.eager_s is None:
+        return ""
+    gpu = gpu_of(plan.machine.memory_bytes)
+    seconds = f"{plan.eager_s:.2g}" if plan.eager_s < 10 else f"{plan.eager_s:.0f}"
+    return f"; about {seconds} s by the bytes that eager kernels move on an {gpu.name}"
+
+
+def _host_link(plan: Plan) -> Iterator[str]:
+    link, machine = plan.host_link, plan.machine
+    if not plan.layout.offloads:
+        return
+    yield (
+        f"Between a rank and host memory: {gb(link.gradients.to_host)} GB of gradients beside the "
+        f"backwards, {link.gradients.seconds(machine):.3g} s; {gb(link.update.from_host)} GB to it "
+        f"and {gb(link.update.to_host)} GB back in the update, {link.update.seconds(machine):.3g} "
+        f"s (assumed: {gb(machine.host_bytes_per_s)} GB/s each way, and "
+        f"{gb(machine.host_memory_bytes_per_s)} GB/s of a node's memory)"
+    )
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    if plan.reason:
+        yield f"A bound from shapes alone, since {plan.reason}"
+        return
+    yield f"Attention: {plan.attention}"
+    if plan.tiles > 1:
+        yield (
+            f"Tiles: experts and MLPs run on a row's tokens in {plan.tiles} parts, since memory is "
+            "short; that part of each layer is computed once more"
+        )
+    if plan.layout.expert > 1:
+        yield (
+            f"Experts: the most loaded rank is taken to have {EXPERT_IMBALANCE:g} times the tokens "
+            "of the mean"
+        )
+
+
+def _hours(plan: Plan, length: RunLength | str) -> str:
+    if isinstance(length, str):
+        hours = plan.seconds_per_token * 1e9 / 3600
+        line = f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens"
+        return f"{line}; hours for the run are not known, since {length}" if length else line
+    about = "" if length.is_counted else "about "
+    return (
+        f"The run takes at least {length.steps * plan.floor_s / 3600:.3g} h: {about}{length.steps} "
+        f"steps, {about}{length.tokens:,} tokens"
+    )
+
+
+def _storage(plan: Plan) -> Iterator[str]:
+    storage, nodes = plan.storage, plan.machine.nodes
+    yield (
+        f"A checkpoint takes {gb(storage.checkpoint_bytes)} GB of disk, and "
+        f"{duration(storage.save_s)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
+    )
+    total = storage.checkpoints_bytes + storage.exported_bytes
+    yield (
+        f"The run's disk: {gb(total)} GB = {gb(storage.checkpoints_bytes)} GB of checkpoints "
+        f"(checkpoint.keep={plan.config.checkpoint.keep}, and the next one) + "
+        f"{gb(storage.exported_bytes)} GB of models"
+    )
+    yield (
+        f"A node's own memory: {gb(storage.loading_bytes)} GB to load, "
+        f"{gb(storage.staging_bytes)} GB for copies of what is saved "
+        f"(checkpoint.mode={plan.config.checkpoint.mode})"
+    )
+    if storage.pinned_bytes:
+        hold = "hold" if plan.host_fits else "do not hold"
+        host = gb(plan.machine.host_bytes)
+        yield f"Pinned: the {host} GB of a node's own memory {hold} {' and '.join(pinned(storage))}"
+    if storage.staging_bytes and plan.host_fits and not plan.host_holds_copies:
+        yield (
+            "Its memory does not hold the copies, too: saves are synchronous, as with "
+            "checkpoint.mode=sync"
+        )
+
+
+def pinned(storage: Storage) -> Iterator[str]:
+    """Yield what host memory holds, and the key that has it do so."""
+    if storage.states_bytes:
+        yield (
+            f"{gb(storage.states_bytes)} GB of masters, moments and gradients "
+            "(optimizer.offload=true)"
+        )
+    if storage.inputs_bytes:
+        yield (
+            f"{gb(storage.inputs_bytes)} GB of layers' inputs "
+            "(model.activation_checkpointing=offload)"
+        )
+
+
+def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Iterator[str]:
+    """Yield the fastest mesh that fits, which `command` runs, and a table of changes with a price.
+
+    `changes`: plans that fit, the fastest first.
+    """
+    if any(change.price for change in changes):
+        yield "What would help:"
+        rows = [
+            [
+                " ".join(as_arguments(change.values)),
+                gb(change.peak_bytes),
+                f"{change.floor_s:.3g}",
+                change.price,
+            ]
+            for change in changes
+        ]
+        yield from table(["change", "peak, GB", "step, s at least", "price"], rows)
+    if changes or plan.fits:
+        best = [*changes, plan][0]
+        bubble = f", {best.bubble:.0%} of them a bubble," if best.bubble else ""
+        yield (
+            f"The fastest mesh that fits takes at least {best.floor_s:.3g} s a step{bubble} and "
+            f"{gb(best.peak_bytes)} GB: {command}"
+        )
+
+
+def describe_room(plan: Plan, room: Mapping[str, Estimate | None]) -> Iterator[str]:
+    """Yield what would hold a model whose states alone exceed the memory.
+
+    `room`: for what may be trained, its mesh on the fewest nodes.
+    """
+    states, memory = gb(plan.states.total), gb(plan.machine.memory_bytes)
+    yield (
+        f"The states alone are {states} GB for the {memory} GB of each GPU. By arithmetic, within "
+        f"a tenth, a run fits on nodes of {plan.machine.ranks_per_node} such GPUs:"
+    )
+    rows = [
+        [
+            trained,
+            *(f"{mesh.machine.nodes}", gb(mesh.peak_bytes), " ".join(as_arguments(mesh.values))),
+        ]
+        if mesh
+        else [trained, "-", "-", "-"]
+        for trained, mesh in room.items()
+    ]
+    yield from table(["trained", "from nodes", "peak, GB", "with"], rows)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        first, *others = (f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True))
+        yield "  ".join(["", first, *others]).rstrip()

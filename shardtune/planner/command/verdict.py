@@ -1,0 +1,56 @@
+"""Whether a plan fits the memory, in the words of `shardtune plan` and of a run's log."""
+
+from __future__ import annotations
+
+from shardtune.planner.command.text import pinned
+from shardtune.planner.plan import Plan
+from shardtune.units import gb
+
+
+def verdict(plan: Plan) -> str:
+    """Say whether the run fits, and what bounds its speed.
+
+    Memory above a bound from shapes alone is enough. Below it the run may not fit, and without
+    memory for its states it does not.
+    """
+    limit, peak = f"{gb(plan.machine.memory_bytes)} GB", _peak(plan)
+    if not plan.host_fits:
+        both = not plan.device_fits and not plan.reason  # a bound may be far above the peak
+        beside = f", and {limit} not the peak of {peak}" if both else ""
+        return (
+            f"The run does not fit, {gb(plan.machine.host_bytes)} GB of a node's own memory do not "
+            f"hold {' and '.join(pinned(plan.storage))}{beside}"
+        )
+    if plan.fits:
+        part = plan.bound_by
+        bound_by = part if part in (None, "arithmetic") else f"traffic {part}"
+        speed = f"; bound by {bound_by}" if bound_by else ""
+        return f"The run fits, {limit} hold the peak of {peak}{speed}"
+    if not plan.reason:
+        return f"The run does not fit, {limit} do not hold the peak of {peak}"
+    states = f"its {gb(plan.states.total)} GB of parameters, gradients and optimizer"
+    if plan.cannot_fit:
+        return f"The run does not fit, {limit} do not hold {states}; a bound is the peak of {peak}"
+    return f"The run may not fit, {limit} hold {states}, but not a bound, the peak of {peak}"
+
+
+def lacking(plan: Plan) -> str:
+    """Name what a run that does not fit lacks, as a remedy."""
+    devices = f"more or larger {'GPUs' if plan.machine.is_gpu else 'devices'}"
+    if plan.host_fits:
+        return devices
+    # More nodes divide states further, but not the inputs of a rank's layers.
+    are_divided = plan.storage.inputs_bytes <= plan.machine.host_bytes
+    host = f"more host memory{' or nodes' if are_divided else ''}"
+    return host if plan.device_fits else f"{host}, and {devices}"
+
+
+def _peak(plan: Plan) -> str:
+    """Say what the device must have, and the parts of it."""
+    phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)
+    parts = [f"{gb(plan.allocated_bytes)} GB allocated in {phase}"]
+    pools = plan.peak_bytes - plan.allocated_bytes - plan.machine.allowance_bytes
+    if pools:
+        parts.append(f"{gb(pools)} GB kept for streams")
+    parts.append(f"{gb(plan.machine.allowance_bytes)} GB allowed for the device's own")
+    return f"{gb(plan.peak_bytes)} GB ({' + '.join(parts)})"

@@ -1,0 +1,1 @@
+"""A step without a device: its tensors, kernels and collectives are counted."""

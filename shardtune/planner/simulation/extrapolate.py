@@ -1,0 +1,126 @@
+"""Measure a deep model by two shallow ones.
+
+Each part of a step grows by the same bytes with each further period of layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.model.source.small_copy import with_layers
+from shardtune.model.stages import layers_of_stages
+from shardtune.model.traits import decoder_layers, layer_types
+from shardtune.planner.simulation.at_once import at_once
+from shardtune.planner.simulation.simulate import EXPERT_IMBALANCE, Measured, Step, simulate
+from shardtune.planner.simulation.tracker import Peak
+
+# A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
+_FEWEST_LAYERS = 4
+
+
+class Simulations:
+    """The measured steps of one model. Settings that make the same step are simulated once."""
+
+    def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
+        self.model_config, self._imbalance = model_config, imbalance
+        self._measured: dict[Hashable, Measured] = {}
+        # (kind of layer, longest document, ranks that share it): layers that attend by document.
+        self._by_document: set[tuple[Hashable, int, int]] = set()
+
+    def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
+        """Return the measures of a step of this rank's stage, from those of two shorter ones."""
+        layout = step.world.layout
+        own = layers_of_stages(whole, layout.stages)[step.world.stage]
+        kinds = layer_kinds(whole)[own.start : own.stop]
+        like = layout.max_length, layout.row_ranks
+        tried = {(kind, *like) for kind in kinds}
+        step = replace(step, imbalance=self._imbalance, is_by_document=tried <= self._by_document)
+        parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
+        steps = {_key(each): each for each in (replace(step, own=part) for part in parts)}
+        new = {key: each for key, each in steps.items() if key not in self._measured}
+        results = at_once([partial(self._simulate, each) for each in new.values()])
+        self._measured.update(zip(new, results, strict=True))
+        short, *_, long = (self._measured[key] for key in [*steps] * 2)  # or one of both
+        if long.attention.by_document and not long.attention.by_layer:
+            self._by_document |= tried
+        return short if short is long else extrapolate(short, long, len(kinds))
+
+    def _simulate(self, step: Step) -> Measured:
+        assert step.own
+        return simulate(step, with_layers(self.model_config, step.own.stop))
+
+
+def _key(step: Step) -> Hashable:
+    """Return what makes a step."""
+    config, world = step.config, step.world
+    # The optimizer changes neither forward nor backward.
+    layout = replace(world.layout, optimizer="")
+    sections = config.model.model_dump_json(), config.lora.model_dump_json()
+    return step.own, layout, sections, step.policy, world.local_size, world.stage, step.tiles
+
+
+def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
+    """Return a value for each decoder layer; layers that are built alike have the same."""
+    config = model.config.get_text_config()
+    types = layer_types(config)
+    kinds: list[Hashable] = []
+    for i, layer in enumerate(decoder_layers(model)):
+        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        kinds.append((types[i] if i < len(types) else None, shapes))
+    return kinds
+
+
+def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
+    """Return two numbers of layers to measure, between which lies one period of the kinds.
+
+    Both cut models begin as the whole one does and end as it does, at the end of a period. Returns
+    None if the whole model has as few layers as they have, or has no period.
+    """
+    n = len(kinds)
+    for period in range(1, n // 2 + 1):
+        # The last layers repeat with this period, from `start` on: go back while a layer is like
+        # the one a period behind it. The last period has none behind it.
+        start = n
+        while start > 0 and (start + period > n or kinds[start - 1] == kinds[start - 1 + period]):
+            start -= 1
+        # Whole periods alone are left out, so that a cut model ends as the whole one does: with
+        # d m m m m and a period of 1, `first` begins at 1 layer, d.
+        first = n - (n - start) // period * period
+        # Layers of the first half have their number from the front as their place, and those of the
+        # second half from the end. One place must be one kind of layer in both cut models: `start`
+        # layers fit into the first half, and one more that repeats stands before the second half,
+        # since a layer's peak depends on the neighbour that prefetches it.
+        while first < max(_FEWEST_LAYERS, 2 * start + 2 * (start > 0)):
+            first += period
+        # The layers must repeat three times: two alike may be chance.
+        if (n - start) // period >= 3 and first + period < n:
+            return first, first + period
+    return None
+
+
+def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
+    """Return the measures of a model of `layers` layers.
+
+    Every place of a step grows by the same bytes with each further period of layers, so places in
+    the middle have no more than those at the ends.
+    """
+    times = (layers - long.layers) // (long.layers - short.layers)
+
+    def grow(small: Mapping[Any, int], large: Mapping[Any, int]) -> Counter[Any]:
+        return Counter({key: n + times * (n - small.get(key, 0)) for key, n in large.items()})
+
+    peaks = {}
+    for key, peak in long.peaks.items():
+        if key in short.peaks:
+            by_cause = grow(short.peaks[key].by_cause, peak.by_cause)
+            peaks[key] = Peak(by_cause.total(), by_cause)
+    pools = {key: n for key, n in grow(short.pools, long.pools).items() if key in short.pools}
+    traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
+    kernels = [grow(*both) for both in zip(short.kernels, long.kernels, strict=True)]
+    return Measured(layers, peaks, pools, traffic, kernels, long.attention)

@@ -1,0 +1,107 @@
+"""The peak of each phase: what a simulated step shows, with the optimizer's state and update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.world import World
+from shardtune.model.moe.experts import gathered_numel
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.shapes import Shapes
+from shardtune.planner.simulation.simulate import Measured
+from shardtune.planner.simulation.tracker import Cause, Peak
+from shardtune.training.states.reshard import kept_bytes
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer
+from shardtune.training.states.state_bytes import StateBytes
+
+_PASSES = ("evaluate", "forward", "backward")
+_COPIES_OF_GATHERED = 2  # FSDP's buffer, and the parameters that are copied out of it
+_COPIES_OF_ACTIVATIONS = 4  # what a product reads and writes, with norms, and gradients of both
+_WIDEST_BYTES = 4  # float32
+
+
+def step_memory(
+    measured: Measured,
+    states: StateBytes,
+    optimizer: ShardedOptimizer,
+    pieces: int,
+    machine: Machine,
+    gathered: int = 0,
+) -> tuple[dict[str, Peak], int]:
+    """Return the peak of each phase, and the memory that the device must have.
+
+    That is the most of each stream at once, which a GPU's allocator keeps for it, and the
+    allowance. `pieces`: bytes of an update's. `gathered`: those that stay gathered in all passes.
+    """
+    worked_in = max(map(optimizer.eager_bytes, optimizer.trained))
+    peaks = _peaks(measured, states, worked_in + pieces, gathered)
+    pools: Counter[int] = Counter()
+    for (phase, _, stream), size in measured.pools.items():
+        more = gathered * (phase in _PASSES and stream == 0)
+        pools[stream] = max(pools[stream], size + more)
+    # The default stream holds the optimizer's state, too.
+    kept = pools.total() + states.optimizer + pieces if machine.is_gpu else 0
+    highest = max(kept, *(peak.n_bytes for peak in peaks.values()))
+    return peaks, highest + machine.allowance_bytes
+
+
+def _peaks(
+    measured: Measured, states: StateBytes, update_bytes: int, gathered: int
+) -> dict[str, Peak]:
+    """Return the peak of each phase, with the optimizer's state, which the simulation lacks."""
+    optimizer = Counter({Cause.OPTIMIZER: states.optimizer})
+    weights = Counter({Cause.PARAMETERS: states.parameters})
+    gradients = 0 if states.host else states.gradients
+    updated = weights + optimizer + Counter({Cause.GRADIENTS: gradients})
+    updated[Cause.UPDATE] = update_bytes
+    by_cause = {"load": weights}
+    for phase in (*_PASSES, "optimizer"):
+        peaks = (peak for (name, _), peak in measured.peaks.items() if name == phase)
+        by_cause[phase] = max(peaks, key=lambda peak: peak.n_bytes).by_cause + optimizer
+    for phase in _PASSES:
+        by_cause[phase][Cause.GATHERED] += gathered
+    # New weights are gathered when the update has freed what it works in.
+    by_cause["optimizer"] = max(updated, by_cause["optimizer"], key=Counter.total)
+    by_cause["save"] = weights + optimizer  # gradients are dropped before
+    return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
+
+
+def bounded_memory(
+    model: PreTrainedModel, shapes: Shapes, config: Config, states: StateBytes, world: World
+) -> Peak:
+    """Return an upper bound of the peak of any phase, by shapes alone.
+
+    `model` comes from `build_on_meta`. All parameters and gradients count as unsharded at once,
+    each parameter's product as kept for the backward, and attention as under a mask. A bound that
+    is too low would let a run begin that cannot end.
+    """
+    head: Any = model.get_output_embeddings()
+    logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
+    # A layer that is computed again keeps its input alone, but one layer is whole in the backward.
+    scores = max(heads.queries for heads in shapes.heads) * world.layout.max_length
+    layers = shapes.of_stages(world.layout.stages)[world.stage].per_layer
+    kept = [layer.products + scores for layer in layers]
+    if world.layout.keeps_inputs_alone:
+        kept = [max(kept, default=0), len(kept) * shapes.hidden_size]
+    activations = world.layout.tokens_per_rank * (sum(kept) + logits) * _WIDEST_BYTES
+    largest = max(gathered_numel(p) for p in model.parameters()) * _WIDEST_BYTES
+    staging = 0
+    if world.device.type == "cpu" and config.checkpoint.mode == "async":
+        staging = states.parameters + states.optimizer
+    parameters, *others = kept_bytes(model, world.layout)
+    gathered = _COPIES_OF_GATHERED * (sum(parameters) + sum(others))
+    # A parameter is loaded and updated in float32.
+    beside = gathered + _COPIES_OF_ACTIVATIONS * activations + 2 * largest + staging
+    by_cause = Counter(
+        {
+            Cause.PARAMETERS: states.parameters,
+            Cause.GRADIENTS: states.gradients,
+            Cause.OPTIMIZER: states.optimizer,
+            Cause.BOUNDED: beside,
+        }
+    )
+    return Peak(by_cause.total(), by_cause)

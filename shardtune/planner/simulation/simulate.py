@@ -1,0 +1,313 @@
+"""Run a step of the real model on fake tensors, as one rank of any world, and measure it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.data.batch import Batch, slice_lengths
+from shardtune.distributed.layout import Layout
+from shardtune.distributed.meshes import build_meshes
+from shardtune.distributed.progress import Progress
+from shardtune.distributed.tensors import to_local
+from shardtune.distributed.world import World
+from shardtune.errors import UserError
+from shardtune.model.build import build_on_meta, forward_only, run_as_on_gpus
+from shardtune.model.documents.attention_check import (
+    TRIAL_LENGTHS,
+    Attention,
+    LogitsTrial,
+    decide_attention,
+    require_shared,
+)
+from shardtune.model.documents.head_exchange import heads_between
+from shardtune.model.documents.state_layers import state_mixers
+from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
+from shardtune.model.moe.tiles import tile_layers
+from shardtune.model.traits import decoder_layers, top_k
+from shardtune.planner.simulation.kernel_costs import Kernel
+from shardtune.planner.simulation.short_rows import shorten_rows
+from shardtune.planner.simulation.tracker import Cause, Collective, Peak, Tracker
+from shardtune.training.pipeline import Stage
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.reshard import ReshardPolicy
+from shardtune.training.states.sent_gradients import SentGradients
+
+# Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
+EXPERT_IMBALANCE = 1.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of one rank that is simulated: a few micro-batches of full rows."""
+
+    config: Config
+    policy: ReshardPolicy
+    world: World
+    own: range | None = None  # the layers of its stage
+    tiles: int = 1  # see `tile_layers`
+    imbalance: float = EXPERT_IMBALANCE
+    is_by_document: bool = False  # its layers are known to attend by document
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank holds and sends in a step of `layers` layers.
+
+    `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
+    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` and
+    `kernels` begin with the evaluation's forward and go on with each micro-batch; the last one's
+    holds the new weights', too.
+    """
+
+    layers: int
+    peaks: dict[tuple[str, int], Peak]
+    pools: dict[tuple[str, int, int], int]
+    traffic: list[Counter[Collective]]
+    kernels: list[Counter[Kernel]]
+    attention: Attention
+
+    def step_traffic(self, micro_batches: int) -> Counter[Collective]:
+        """Return the traffic of a step with this number of micro-batches."""
+        total = _step(self.traffic, micro_batches)
+        # A message may arrive during the micro-batch before its own, and all are alike.
+        for collective in [each for each in total if each.kind == "send"]:
+            sizes = [micro_batch[collective] for micro_batch in self.traffic[1:-1]]
+            behind = self.traffic[-1][collective]
+            total[collective] = micro_batches * sum(sizes) // len(sizes) + behind
+        return total
+
+    def step_kernels(self, micro_batches: int) -> Counter[Kernel]:
+        """Return how often each kernel runs in such a step, the optimizer's left out."""
+        return _step(self.kernels, micro_batches)
+
+
+def _step(parts: Sequence[Counter[T]], micro_batches: int) -> Counter[T]:
+    """Return the sum over a step, of which `parts` has the first micro-batches and the last."""
+    _, first, *others, behind = parts
+    total = first + behind
+    if others:
+        total += others[-1]
+    for each, size in others[0].items() if len(others) > 1 else ():
+        total[each] += (micro_batches - 2) * size
+    return total
+
+
+@contextmanager
+def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[World]:
+    """Be the first rank of a stage, its fullest, in a world without other processes.
+
+    Collectives do nothing.
+
+    Raises:
+        UserError: the ranks cannot be divided as configured.
+    """
+    device = torch.device("cpu")
+    if problems := layout.problems([rank // ranks_per_node for rank in range(layout.ranks)]):
+        raise UserError(*problems)
+    store, rank = FakeStore(), stage * layout.stage_ranks
+    node, local_rank = divmod(rank, ranks_per_node)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=layout.ranks)
+    try:
+        meshes = build_meshes(device, layout)
+        progress = Progress(device)
+        world = World(
+            rank, layout, local_rank, ranks_per_node, node, device, meshes, store, progress
+        )
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
+    """Evaluate, and take a step of a few micro-batches.
+
+    From the second micro-batch on gradients exist. The last one differs from the second, since it
+    reduces gradients that were kept; any in between is like the second. With stages one more is
+    taken than are in flight.
+
+    Raises:
+        Exception: the model needs the contents of a tensor; each model raises its own class.
+    """
+    policy, world, layout = step.policy, step.world, step.world.layout
+    tracker, device = Tracker(layout.is_gpu), world.device
+    model = build_on_meta(step.config, model_config, world, step.own)
+    if layout.is_gpu:
+        run_as_on_gpus(model, layout, _OtherMemory)
+    exchanged = partial(_exchanged, model, step)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device=device)
+        model.tie_weights()
+        owned = OwnedParameters(model, world)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.hold(to_local(tensor), Cause.PARAMETERS)
+        with tracker.following():
+            attention = _decide(model, step, tracker, exchanged)
+            if step.tiles > 1:
+                tile_layers(model, step.tiles)
+            batch = full_batch(layout, attention.is_flat, device)
+            shorten_rows(state_mixers(model))
+            policy.keep_gathered(model)
+            _watch_layers(model, tracker)
+            tracker.read_by_host = exchanged(batch.input_ids.numel(), step.tiles)
+            tracker.restart()
+            stage = Stage(model, owned, world)
+            sent = SentGradients(owned, _OtherMemory()) if layout.offloads else None
+            tracker.begin("evaluate")
+            with forward_only(model):
+                stage.forward(batch)
+            most = min(max(3, layout.stages + 1), layout.micro_batches)
+            traffic, kernels = _accumulate([batch] * most, stage, model, policy, tracker)
+            if sent:
+                sent.finish()
+            tracker.begin("optimizer", Cause.UPDATE)
+            owned.gather()
+    layers = len(decoder_layers(model))
+    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention)
+
+
+def _decide(
+    model: PreTrainedModel,
+    step: Step,
+    tracker: Tracker,
+    exchanged: Callable[[int, int], Iterator[int]],
+) -> Attention:
+    """Let the model attend and make its loss as in the run, after the same trials."""
+    tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
+    world, layout = step.world, step.world.layout
+    trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
+    attention = decide_attention(trial, layout.max_length, step.is_by_document)
+    require_shared(attention, layout)
+    tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
+    if world.is_last_stage:
+        use_loss_head(model, world.device, "cuda" if layout.is_gpu else "cpu")
+    return attention
+
+
+class _OtherMemory:
+    """Copies in host memory, of which a device keeps nothing."""
+
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        pass
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(to_local(parameter), dtype=parameter.grad_dtype)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+        return tensor.shape, tensor.dtype
+
+    def to_device(self, copy: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+        shape, dtype = copy
+        return torch.empty(shape, dtype=dtype)
+
+    def wait(self) -> None:
+        pass
+
+    def drop(self, _: Any) -> None:
+        pass
+
+
+def _accumulate(
+    micro_batches: list[Batch],
+    stage: Stage,
+    model: PreTrainedModel,
+    policy: ReshardPolicy,
+    tracker: Tracker,
+) -> tuple[list[Counter[Collective]], list[Counter[Kernel]]]:
+    """Pass the micro-batches of a step, and return what is sent and launched.
+
+    The first of each is of what came before, as the evaluation; then each micro-batch's; the last
+    one is of what follows all of them.
+    """
+    traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
+    kernels = [tracker.kernels, *(Counter[Kernel]() for _ in micro_batches)]
+    tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
+    for each in stage.passes(micro_batches):
+        tracker.traffic = traffic[1 + each.number]
+        tracker.kernels = kernels[1 + each.number]
+        if each.is_forward:
+            tracker.begin("forward")
+            stage.forward(each.batch)
+        else:
+            policy.before_backward(model, each.is_last_backward)
+            tracker.begin("backward", Cause.BACKWARD)
+            stage.backward(each.batch, scale=1.0)
+            for parameter in model.parameters():  # no collective has shown some of them
+                if parameter.grad is not None:
+                    tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
+    tracker.traffic, tracker.kernels = Counter(), Counter()
+    traffic.append(tracker.traffic)
+    kernels.append(tracker.kernels)
+    stage.finish()
+    return traffic, kernels
+
+
+def full_batch(layout: Layout, is_flat: bool, device: torch.device) -> Batch:
+    """Return full rows of one document each, with every token trained.
+
+    Where ranks share them, it is the slice of the first one, the longest.
+    """
+    rows, length = layout.micro_batch_size, layout.max_length
+    slices = slice_lengths(rows * length, layout.row_ranks)
+    is_shared = len(slices) > 1
+    numbers = partial(torch.zeros, dtype=torch.int64, device=device)
+    shape = (1, slices[0]) if is_flat else (rows, length)
+    trained = slices[0] if is_shared else rows * (length - 1)
+    return Batch(
+        numbers(shape),
+        numbers(shape) if is_flat else None,
+        None if is_flat else numbers(shape),
+        numbers(trained),
+        numbers(trained),
+        [length] * rows,
+        torch.zeros(rows + 1, dtype=torch.int32, device=device),
+        slices if is_shared else None,
+    )
+
+
+def _exchanged(model: PreTrainedModel, step: Step, tokens: int, tiles: int) -> Iterator[int]:
+    """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
+    then how many it receives from each, for every exchange."""
+    ranks = step.world.layout.expert
+    if ranks == 1:
+        return iter(())
+    met = top_k(model)
+    numbers: list[int] = []
+    for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
+        pairs = met * len(tile)
+        sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+        numbers += [*sent, *(round(step.imbalance * n) for n in sent)]
+    return cycle(numbers)
+
+
+def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
+    """Name the places of a step, so that those of models of several depths can be compared."""
+    layers = decoder_layers(model)
+
+    def enter(place: int, *_: Any) -> None:
+        tracker.enter(place)
+
+    def leave(place: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(partial(enter, place))
+
+    for i, layer in enumerate(layers):
+        place = i if i < len(layers) // 2 else i - len(layers)
+        layer.register_forward_pre_hook(partial(enter, place), prepend=True)
+        layer.register_forward_hook(partial(leave, place))

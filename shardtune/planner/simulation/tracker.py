@@ -1,0 +1,310 @@
+"""Follow the bytes that a rank holds and sends while a step runs on fake tensors.
+
+A fake tensor has a shape and a size and no contents, so a step of a large model takes seconds. FSDP
+frees parameters by resizing their storages. That does not run an operator, so the tracker follows
+it too.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from shardtune.planner.simulation.kernel_costs import Kernel, kernel_of
+
+
+class Cause(StrEnum):
+    """What takes a rank's memory."""
+
+    PARAMETERS = "parameters"  # this rank's slices
+    GRADIENTS = "gradients"  # of these slices
+    OPTIMIZER = "optimizer"  # its state of these slices
+    GATHERED = "gathered parameters"
+    REDUCED = "unsharded gradients"
+    ACTIVATIONS = "activations"  # made in the forward
+    BACKWARD = "backward"  # made in the backward, gradients of activations above all
+    UPDATE = "update"  # pieces of weights that the optimizer works on
+    BOUNDED = "all else, at most"  # where no step is simulated
+
+
+class Collective(NamedTuple):
+    """One kind of collective over one group of ranks, or a message: its sender and receiver."""
+
+    kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
+    ranks: tuple[int, ...]
+
+
+class Peak(NamedTuple):
+    """The most bytes at once in some part of a step, by cause."""
+
+    n_bytes: int
+    by_cause: Counter[Cause]
+
+
+_KINDS = {
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "recv_": "send",
+}
+
+
+# Of an H100 or H200. A flash attention that adds up in one order keeps more sums on more of them.
+_MULTIPROCESSORS = 132
+
+
+class NotSimulated(Exception):
+    """A fake tensor cannot answer the model; the message says why."""
+
+
+# The place of a phase before its first layer. A backward begins at the head, where a deep model
+# has its peak (all activations are there), and ends at layer 0, where a shallow one has it (the
+# gradient of the embedding is there). Under one place the two would be extrapolated as one.
+_BEGINNING = sys.maxsize
+
+
+class Tracker(TorchDispatchMode):
+    """Within this mode, bytes are counted by cause, with a peak for each phase and place of a step.
+
+    `pools` has the peak bytes of each stream, by phase and place: a GPU's allocator keeps memory
+    that is freed for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they
+    do nothing. With `is_gpu` operators take the memory in which a GPU's kernels work, too.
+
+    `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
+    input of a reduction, and the smaller side of an all-to-all. `kernels` has those that the
+    operators would launch on a GPU.
+    """
+
+    def __init__(self, is_gpu: bool = False) -> None:
+        super().__init__()
+        self.is_gpu = is_gpu
+        self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
+        self.peaks: dict[tuple[str, int], Peak] = {}
+        self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
+        self.traffic: Counter[Collective] = Counter()  # of what runs from now on
+        self.kernels: Counter[Kernel] = Counter()  # likewise
+        self.cause = Cause.ACTIVATIONS  # of what operators make from now on
+        self._live: Counter[Cause] = Counter()
+        self._of_stream: Counter[int] = Counter()
+        self._streams = [torch.cpu.current_stream()]
+        self._known: dict[int, tuple[Cause, int, int]] = {}  # by id: cause, bytes and stream
+        self._phase, self._place = "", 0
+
+    def restart(self) -> None:
+        """Forget what ran so far, but not what is held."""
+        self.peaks, self.pools = {}, {}
+        self.traffic, self.kernels = Counter(), Counter()
+
+    def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
+        """From now on peaks count for this phase, and new tensors under this cause."""
+        self._phase, self._place, self.cause = phase, _BEGINNING, cause
+        self._update_peak()
+
+    def enter(self, place: int) -> None:
+        """From now on peaks count for this place of the phase."""
+        self._place = place
+        self._update_peak()
+
+    def hold(self, tensor: torch.Tensor, cause: Cause) -> None:
+        """Count the tensor's storage under this cause, whether it was counted before or not."""
+        self._count(tensor.untyped_storage(), cause)
+        self._update_peak()
+
+    @contextmanager
+    def following(self) -> Iterator[Tracker]:
+        """Follow operators and resized storages."""
+        resize = torch.UntypedStorage.resize_
+        label = record_function.__enter__, record_function.__exit__
+        output_shape = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            known = self._known.get(id(storage))
+            cause = known[0] if known else self.cause
+            # FSDP allocates what it gathers so.
+            is_gathered = cause in (Cause.ACTIVATIONS, Cause.BACKWARD)
+            self._count(storage, Cause.GATHERED if is_gathered else cause)
+            self._update_peak()
+            return result
+
+        def output_shape_uncounted(*arguments: Any) -> Any:
+            # The first time that DTensor meets an operator it runs it on whole fake tensors, which
+            # no rank ever holds.
+            with _disable_current_modes():
+                return output_shape(*arguments)
+
+        # Labels for a profiler are a tenth of a step's operators, and count for nothing.
+        cast(Any, record_function).__enter__ = lambda self: self
+        cast(Any, record_function).__exit__ = lambda *_: None
+        propagator = cast(Any, ShardingPropagator)
+        cast(Any, torch.UntypedStorage).resize_ = resize_and_count
+        propagator._propagate_tensor_meta_non_cached = output_shape_uncounted
+        try:
+            with self:
+                yield self
+        finally:
+            cast(Any, torch.UntypedStorage).resize_ = resize
+            cast(Any, record_function).__enter__, cast(Any, record_function).__exit__ = label
+            propagator._propagate_tensor_meta_non_cached = output_shape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor comes first, and calls operators of its local tensors
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True  # a mask is taken for the one that is expected
+        workspace = None
+        if self.is_gpu and func is torch.ops.torch_attn._varlen_attn_backward.default:
+            _, query, key, _, _, _, boundaries, *_ = args
+            workspace = query.new_empty(varlen_workspace(query, key, boundaries), dtype=torch.uint8)
+            self._count(workspace.untyped_storage(), Cause.BACKWARD)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            result = _grouped_product(*args)
+        else:
+            result = func(*args, **(kwargs or {}))
+        if kernel := kernel_of(func, args, kwargs or {}, result, "cpu"):
+            self.kernels[kernel] += 1
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._known:
+                    self._count(storage, self.cause)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(func, args, result)
+        elif func.namespace == "fsdp" and "all_gather_copy_in" in str(func):
+            for tensor in tree_leaves(result):
+                self._count(tensor.untyped_storage(), Cause.GATHERED)
+        self._update_peak()
+        return result
+
+    def _count_collective(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        kind = _KINDS.get(func._opname)
+        if kind is None:
+            return
+        tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
+        if kind == "all-gather":
+            n_bytes = max(x.nbytes for x in tensors)
+        elif kind == "reduce-scatter":
+            n_bytes = max(x.nbytes for x in tensors)
+            smallest = min(tensors, key=lambda x: x.nbytes)
+            for x in tensors:
+                is_input = x.untyped_storage()._cdata != smallest.untyped_storage()._cdata
+                cause = Cause.REDUCED if is_input else Cause.GRADIENTS
+                self._count(x.untyped_storage(), cause)
+        elif kind == "all-to-all":
+            n_bytes = min(x.nbytes for x in tensors)
+        else:
+            n_bytes = tensors[0].nbytes
+        ranks = _ranks(args)
+        if kind == "send":
+            ranks = (ranks[args[2]], dist.get_rank())
+        self.traffic[Collective(kind, ranks)] += n_bytes
+
+    def _number(self, tensor: torch.Tensor) -> int | bool:
+        """Return the number that the host reads in a tensor of one element.
+
+        Raises:
+            NotSimulated: nobody knows it.
+        """
+        if tensor.dtype == torch.bool:
+            return False  # no row of several documents is a single one
+        try:
+            return next(self.read_by_host)
+        except StopIteration:
+            raise NotSimulated("it reads numbers that depend on the data") from None
+
+    def _count(self, storage: torch.UntypedStorage, cause: Cause) -> None:
+        """Count the storage under this cause, in place of its last cause and size."""
+        # An id is of use again once its storage is gone, when `_forget` has dropped it.
+        key, size, stream = id(storage), storage.nbytes(), self._stream()
+        if known := self._known.get(key):
+            self._subtract(*known)
+            # A new cause alone: the memory stays where it was allocated. FSDP2 frees a storage by
+            # resizing it to 0 and fills it again on another stream, whose memory it then takes.
+            if known[1] == size:
+                stream = known[2]
+        else:
+            weakref.finalize(storage, self._forget, key)
+        self._known[key] = cause, size, stream
+        self._live[cause] += size
+        self._of_stream[stream] += size
+
+    def _stream(self) -> int:
+        """Return the number of the current stream, in the order of their first use."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
+
+    def _forget(self, key: int) -> None:
+        self._subtract(*self._known.pop(key))
+
+    def _subtract(self, cause: Cause, size: int, stream: int) -> None:
+        self._live[cause] -= size
+        self._of_stream[stream] -= size
+
+    def _update_peak(self) -> None:
+        total = self._live.total()
+        key = self._phase, self._place
+        if key not in self.peaks or total > self.peaks[key].n_bytes:
+            self.peaks[key] = Peak(total, self._live.copy())
+        for stream, size in self._of_stream.items():
+            # The streams of collectives are as full at any layer, a little sooner or later.
+            place = self._phase, self._place if stream == 0 else 0, stream
+            self.pools[place] = max(size, self.pools.get(place, 0))
+
+
+def varlen_workspace(query: torch.Tensor, key: torch.Tensor, boundaries: torch.Tensor) -> int:
+    """Return the bytes in which FlashAttention 2's backward works while it adds up in one order.
+
+    Sums of dq in float32, one for each share of the multiprocessors that a head of a document gets,
+    and dk and dv of each query head where these share keys: mha_varlen_bwd in PyTorch's
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp. FlashAttention 3 takes less.
+    """
+    (tokens, heads, width), documents = query.shape, len(boundaries) - 1
+    shares = -(-_MULTIPROCESSORS // (heads * documents))
+    block = 32 if width <= 128 else 64
+    padded = tokens + 128 * documents
+    sums = shares * padded * heads * (-(-width // block) * block) * 4
+    repeated = 2 * query.nbytes if key.shape[1] != heads else 0
+    return sums + repeated + 4 * heads * padded
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return empty grouped products in float32: fake tensors know them in bfloat16 alone."""
+    return a.new_empty((len(a), b.shape[-1]) if b.dim() == 3 else (len(ends), len(a), b.shape[-1]))
+
+
+def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the ranks of the group among a collective's arguments, an object or a name."""
+    for value in args:
+        if isinstance(value, str):
+            group = dist.distributed_c10d._resolve_process_group(cast(Any, value))
+            return tuple(dist.get_process_group_ranks(group))
+        if isinstance(value, torch.ScriptObject):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return tuple(range(dist.get_world_size()))

@@ -1,0 +1,1 @@
+"""Measurements of the steps, and where they are written."""

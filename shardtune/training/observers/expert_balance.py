@@ -1,0 +1,129 @@
+"""How evenly the routers of a mixture of experts use its experts, and the ranks that hold them.
+
+Counts are of all tokens of a step's forwards, on all ranks; layers that are computed again and
+evaluation count nothing. The counts reach the host with the step's other numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.distributed.world import World
+from shardtune.log import logger
+from shardtune.metrics_schema import ExpertsEntry, LayerBalance
+from shardtune.model.moe.experts import count_tokens, stacked_experts
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.observer import StepEnded, StepObserver
+
+_STARVING_STEPS = 100
+
+
+class ExpertBalance(StepObserver):
+    """Count the tokens of each expert, and report them. Does nothing where there are no experts.
+
+    `world`: with an `expert_mesh`, tokens per rank are compared within each group of `expert`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, whole: PreTrainedModel, metrics: Metrics, world: World
+    ) -> None:
+        """`whole`: the model of all stages, on meta. Each rank counts in those layers it has."""
+        self._metrics, self._device = metrics, world.device
+        self._degree = world.expert_mesh["expert"].size() if world.expert_mesh else 1
+        self._counts: dict[str, torch.Tensor] = {}  # tokens of each expert; the last: of none
+        self._steps_without: dict[str, np.ndarray] = {}  # how long each expert has had none
+        own = dict(model.named_modules())
+        for name, _, number in stacked_experts(whole):
+            counts = torch.zeros(number + 1, dtype=torch.int64, device=world.device)
+            self._counts[name], self._steps_without[name] = counts, np.zeros(number, dtype=int)
+            if name in own:
+                own[name].register_forward_pre_hook(_counting(counts))
+
+    def take_counts(self) -> torch.Tensor:
+        """Return this rank's tokens of each expert since the last call, layer by layer: [experts].
+
+        A float64 tensor on the device.
+        """
+        layers = [counts[:-1].clone() for counts in self._counts.values()]
+        for counts in self._counts.values():
+            counts.zero_()
+        # A dense model gathers an empty tensor, on the device of the step's other numbers.
+        none = torch.empty(0, dtype=torch.float64, device=self._device)
+        return torch.cat([none, *layers])
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Report a step that is due, and experts that have had no tokens for long."""
+        if not self._counts:
+            return
+        layers, tokens = [], ended.stats.expert_tokens
+        ends = np.cumsum([len(steps) for steps in self._steps_without.values()])
+        for name, of_layer in zip(self._counts, np.split(tokens, ends[:-1], axis=1), strict=True):
+            layers.append(balance(name, of_layer, self._degree))
+            idle = of_layer.sum(0) == 0
+            self._steps_without[name] = np.where(idle, self._steps_without[name] + 1, 0)
+        self._warn()
+        if ended.is_due:
+            self._metrics.write(ExpertsEntry(kind="experts", step=ended.step.number, layers=layers))
+            logger.info(_summary(layers))
+
+    def _warn(self) -> None:
+        starving = [
+            f"expert {expert} of {name}"
+            for name, steps in self._steps_without.items()
+            for expert in np.flatnonzero(steps == _STARVING_STEPS)
+        ]
+        if starving:
+            logger.warning(
+                f"{len(starving)} experts have had no tokens for {_STARVING_STEPS} steps, "
+                f"first {starving[0]} - they learn nothing; if they had tokens at first, lower "
+                "optimizer.lr, raise train.gradient_accumulation_steps, or add more varied data"
+            )
+
+
+def balance(layer: str, tokens: np.ndarray, degree: int) -> LayerBalance:
+    """Return how evenly the tokens of one layer, [groups, experts], are spread.
+
+    `degree`: how many ranks share the experts of a group; with one, no rank is compared. The fields
+    are those of `LayerBalance`.
+    """
+    per_expert = tokens.sum(0)
+    share = per_expert[per_expert > 0] / max(1, per_expert.sum())
+    entropy = -(share * np.log(share)).sum() / np.log(max(2, len(per_expert)))
+    values = LayerBalance(
+        layer=layer,
+        tokens=per_expert.astype(int).tolist(),
+        entropy=float(max(0.0, entropy)),
+        without_tokens=int((per_expert == 0).sum()),
+    )
+    if degree > 1:
+        per_rank = tokens.reshape(len(tokens), degree, -1).sum(2)
+        values["rank_imbalance"] = float((per_rank.max(1) / per_rank.mean(1).clip(1e-9)).max())
+    return values
+
+
+def _summary(layers: list[LayerBalance]) -> str:
+    entropies = [layer["entropy"] for layer in layers]
+    lowest = min(layers, key=lambda layer: layer["entropy"])
+    without = sum(layer["without_tokens"] for layer in layers)
+    fields = [
+        f"Router entropy {np.mean(entropies):.3f} (lowest {lowest['entropy']:.3f}, "
+        f"{lowest['layer']})",
+        f"{without} of {sum(len(layer['tokens']) for layer in layers)} experts without tokens",
+    ]
+    if "rank_imbalance" in lowest:
+        worst = max(layers, key=lambda layer: layer["rank_imbalance"])
+        fields.append(f"fullest rank {worst['rank_imbalance']:.2f} x the mean ({worst['layer']})")
+    return " | ".join(fields)
+
+
+def _counting(counts: torch.Tensor) -> Any:
+    def count(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if module.training:
+            count_tokens(counts, arguments[1])
+
+    return count

@@ -1,0 +1,182 @@
+"""The numbers of each step, gathered from all ranks, and `metrics.jsonl`, which keeps them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardtune.checkpoint import durable_fs
+from shardtune.distributed.progress import Phase
+from shardtune.distributed.world import World
+from shardtune.log import logger
+from shardtune.metrics_schema import Entry
+from shardtune.training.observers.sinks import Sink
+
+
+class StepStats(NamedTuple):
+    """The numbers of a step that all ranks have."""
+
+    loss: float  # nats per trained token
+    grad_norm: float  # of the whole model, before clipping
+    must_stop: bool  # a signal asked some rank to stop
+    peak_memory_bytes: int  # of the rank with the most; step 1 lacks the optimizer's state
+    reserved_memory_bytes: int  # the most that a GPU's allocator has taken; 0 on CPUs
+    data_seconds: float  # of the rank that waited longest for its batches
+    expert_tokens: np.ndarray  # [groups of ranks that share experts, experts of all layers]
+
+
+def all_gather_step_stats(
+    nll_sum: torch.Tensor,
+    squared_grad_norm: torch.Tensor,
+    trained_tokens: int,
+    must_stop: bool,
+    expert_tokens: torch.Tensor,
+    world: World,
+) -> StepStats:
+    """Gather this rank's numbers of a step from all ranks. Collective.
+
+    The host waits for the device here, and nowhere else in a step. `nll_sum`, `squared_grad_norm`:
+    float64 scalars on the device. `trained_tokens`: of the global batch. `expert_tokens`: of each
+    expert of all layers, float64.
+    """
+    per_rank = world.all_gather_scalars(
+        nll_sum,
+        squared_grad_norm,
+        must_stop,
+        peak_memory_bytes(world.device),
+        reserved_memory_bytes(world.device),
+        world.progress.seconds_in(Phase.DATA),
+        vector=expert_tokens,
+    )
+    nll_sums, squared_norms, stops, memory, reserved, data = per_rank[:, :6].unbind(dim=1)
+    group_size = world.expert_mesh["expert"].size() if world.expert_mesh else world.size
+    per_group = per_rank[:, 6:].unflatten(0, (-1, group_size)).sum(dim=1)
+    loss = nll_sums.sum() / max(1, trained_tokens)
+    grad_norm = squared_norms.sum().sqrt()
+    largest = [each.amax() for each in (stops, memory, reserved, data)]
+    numbers = torch.cat([torch.stack([loss, grad_norm, *largest]), per_group.flatten()])
+    loss, grad_norm, any_stop, peak, reserved, waited, *tokens = numbers.tolist()
+    return StepStats(
+        loss,
+        grad_norm,
+        any_stop > 0,
+        int(peak),
+        int(reserved),
+        waited,
+        np.array(tokens).reshape(len(per_group), -1),
+    )
+
+
+class Metrics:
+    """`metrics.jsonl` of the run, written by rank 0.
+
+    Opening it after a resume drops the lines of later steps. Lines that cannot be written, as on a
+    full disk, wait in memory for the next one. `open_sinks` starts the trackers that get each
+    object as well; leaving this context waits a while for them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        world: World,
+        resumed_step: int | None,
+        open_sinks: Callable[[], list[Sink]] = list,
+    ) -> None:
+        self._file: durable_fs.AppendedFile | None = None
+        self._sinks: list[Sink] = []
+        self._lock = threading.Lock()
+        self._unwritten, self._has_warned = b"", False
+        if not world.is_main:
+            return
+        kept = read_entries(path, resumed_step) if resumed_step is not None else ()
+        durable_fs.replace_file(path, b"".join(line for _, line in kept))
+        self._file = durable_fs.AppendedFile(path)
+        self._sinks = open_sinks()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def write(self, *entries: Entry) -> None:
+        """Append objects, with the time; None stands for NaN and infinity.
+
+        A kill leaves all objects of a call or none.
+        """
+        if self._file is None:
+            return
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        stamped = [{**_without_infinities(entry), "time": now} for entry in entries]
+        lines = "".join(json.dumps(entry) + "\n" for entry in stamped)
+        for sink in self._sinks:
+            for entry in stamped:
+                sink.put(entry)
+        try:
+            self._append(lines.encode())
+        except OSError as error:
+            if not self._has_warned:
+                reason = f"cannot be written now ({error.strerror})"
+                logger.info(f"metrics.jsonl {reason}: its lines wait in memory")
+            self._has_warned = True
+
+    def sync(self) -> None:
+        """Bring the lines to the disk, before a checkpoint of their steps.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        if self._file is not None:
+            self._append(b"")
+            self._file.sync()
+
+    def _append(self, lines: bytes) -> None:
+        assert self._file is not None
+        with self._lock:
+            self._unwritten += lines
+            while self._unwritten:  # a write may be short
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+def _without_infinities(entry: Entry) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in entry.items()
+    }
+
+
+def read_entries(path: Path, last_step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each object up to a step with its line, but none that a crash cut short or garbled."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            entry = json.loads(line)
+            if entry["step"] <= last_step and line.endswith(b"\n"):
+                yield entry, line
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this rank has held so far: of its GPU, or of its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that the allocator has taken from the GPU so far, or 0 on a CPU.
+
+    It is what other processes and NCCL lack: allocated memory, and what lies free between.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0

@@ -1,0 +1,100 @@
+"""A trace of some steps on each rank, and how these steps divide."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardtune.data.schedule import Schedule
+from shardtune.errors import first_line
+from shardtune.log import logger, node_logger
+from shardtune.metrics_schema import ProfileEntry
+from shardtune.training.context import Run
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.observer import StepEnded, StepObserver
+
+_OPERATORS = 10  # in the table of the most expensive ones
+_MOST_STEPS = 10  # more would fill the host's memory
+
+
+class StepProfiler(StepObserver):
+    """Profiles the steps from the first to the last of `logging.profile_steps`.
+
+    Each rank writes into `profile/` of the run's directory: a Chrome trace, a table of its most
+    expensive operators and, on a GPU, what its memory was taken by.
+    """
+
+    def __init__(self, run: Run, metrics: Metrics, schedule: Schedule) -> None:
+        self._metrics, self._world = metrics, run.world
+        self._folder = run.directory.path / "profile"
+        first, last = run.config.logging.profile_steps or (0, 0)
+        self._steps = range(
+            max(first, schedule.start.step + 1), min(last, schedule.total_steps) + 1
+        )
+        if run.config.logging.profile_steps and not self._steps:
+            left = f"{schedule.start.step + 1} to {schedule.total_steps}"
+            logger.info(
+                f"logging.profile_steps = [{first}, {last}] has no effect: steps {left} are left"
+            )
+        if len(self._steps) > _MOST_STEPS:
+            self._steps = self._steps[:_MOST_STEPS]
+            logger.info(f"Profile: the first {_MOST_STEPS} steps alone, up to {self._steps[-1]}")
+        self._is_gpu = run.world.device.type == "cuda"
+        self._profile: profile | None = None
+        self._last_profiled = 0  # where the profile has ended
+        self._seconds = Counter[str]()
+
+    def step_begins(self, number: int) -> None:
+        if self._profile or self._last_profiled or number not in self._steps:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._is_gpu:
+            activities.append(ProfilerActivity.CUDA)
+            # Stacks of C++, too, would take microseconds of each allocation in a timed step.
+            torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Count the step's seconds; end the profile after the last one, or where the run stops."""
+        if self._profile is None or self._last_profiled:
+            return
+        self._seconds.update(ended.seconds_by_phase)
+        if ended.step.number == self._steps[-1] or ended.stats.must_stop:
+            self._profile.stop()
+            self._last_profiled = ended.step.number
+
+    def step_saved(self) -> None:
+        """Write the files of a profile that has ended, once.
+
+        Files that cannot be written are said, and the run goes on.
+        """
+        if self._profile is None or not self._last_profiled:
+            return
+        try:
+            self._write(self._profile, self._last_profiled)
+        except (OSError, RuntimeError) as error:  # torch raises either
+            node_logger.warning(f"{self._folder}: no profile ({first_line(error)})")
+        finally:
+            if self._is_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        self._profile = None
+
+    def _write(self, profiled: profile, last: int) -> None:
+        self._folder.mkdir(exist_ok=True)
+        name = f"steps_{self._steps[0]:07d}_{last:07d}_rank_{self._world.rank:05d}"
+        steps = last - self._steps[0] + 1
+        means = {phase: total / steps for phase, total in self._seconds.items()}
+        self._metrics.write(
+            ProfileEntry(kind="profile", step=last, first_step=self._steps[0], seconds=means)
+        )
+        profiled.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+        by = "self_device_time_total" if self._is_gpu else "self_cpu_time_total"
+        table = profiled.key_averages().table(sort_by=by, row_limit=_OPERATORS)
+        (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
+        if self._is_gpu:
+            # A file for pytorch.org/memory_viz, in the only form that it reads.
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}_memory.pickle"))
+        logger.info(f"Profiled: steps {self._steps[0]} to {last}, in {self._folder}")

@@ -1,0 +1,88 @@
+"""The line of each step, and its object in `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import time
+
+from transformers import PreTrainedModel
+
+from shardtune.checkpoint import Saver
+from shardtune.log import logger
+from shardtune.metrics_schema import StepEntry
+from shardtune.model.flops import DevicePeak, MfuMeter
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.observer import StepEnded, StepObserver
+from shardtune.units import gb
+
+
+class StepLog(StepObserver):
+    """Write each step to `metrics.jsonl`; log a line of each that is due.
+
+    A line has the mean speed since the line before it, and the last save if that has failed.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        model: PreTrainedModel,
+        total_steps: int,
+        device_peak: DevicePeak,
+        ranks: int,
+        saver: Saver,
+    ) -> None:
+        self._metrics, self._total_steps, self._saver = metrics, total_steps, saver
+        self._mfu = MfuMeter(model, device_peak, ranks)
+        # Seconds, tokens, and MFU x seconds of each step since the last line.
+        self._unlogged: list[tuple[float, int, float]] = []
+
+    def step_ended(self, ended: StepEnded) -> None:
+        step, stats, seconds = ended.step, ended.stats, ended.seconds
+        mfu = self._mfu.per_step(step.lengths, step.trained_tokens, seconds)
+        entry = StepEntry(
+            kind="step",
+            step=step.number,
+            epoch=step.epoch,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            lr=ended.lr,
+            tokens=step.tokens,
+            trained_tokens=step.trained_tokens,
+            tokens_per_second=step.tokens / seconds,
+            seconds=seconds,
+            mfu=mfu,
+            memory_bytes=stats.peak_memory_bytes,
+            data_seconds=stats.data_seconds,
+            reserved_memory_bytes=stats.reserved_memory_bytes or None,
+        )
+        self._metrics.write(entry)
+        self._unlogged.append((seconds, step.tokens, (mfu or 0.0) * seconds))
+        if ended.is_due:
+            self._log(ended, mfu)
+
+    def _log(self, ended: StepEnded, mfu: float | None) -> None:
+        stats, number, total = ended.stats, ended.step.number, self._total_steps
+        steps = len(self._unlogged)
+        seconds, tokens, mfu_seconds = map(sum, zip(*self._unlogged, strict=True))
+        reserved = stats.reserved_memory_bytes
+        fields = [
+            f"Step {number}/{total}",
+            f"Loss: {stats.loss:.4f}",
+            f"Grad Norm: {stats.grad_norm:.3f}",
+            f"LR: {ended.lr:.2e}",
+            f"{steps / seconds:#.3g}".rstrip(".") + " it/s",
+            f"{tokens / seconds:.0f} tok/s",
+            *([f"MFU {mfu_seconds / seconds:.1%}"] if mfu is not None else []),
+            f"{gb(stats.peak_memory_bytes)} GB",
+            f"ETA {_duration((total - number) * seconds / steps)}",
+            time.strftime("%H:%M:%S"),
+            *([f"{gb(reserved)} GB reserved"] if reserved else []),
+            *filter(None, [self._saver.not_saved]),
+        ]
+        logger.info(" | ".join(fields))
+        self._unlogged.clear()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -1,0 +1,109 @@
+"""The rank that the others wait for, how much slower it is than they are, and in which phase.
+
+In FSDP all ranks end a step together, however fast each is. The time in which a rank does not wait
+tells them apart. It waits inside FSDP's gathers and reductions: on a CPU the host does, on a GPU
+the compute stream. These hold FSDP's own copies too, alike on all ranks.
+
+A host too slow to feed its GPU counts as its own rank's time. A slow network makes all ranks wait
+alike and names none.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from operator import itemgetter
+from statistics import median_low
+
+from transformers import PreTrainedModel
+
+from shardtune.distributed.progress import STEP_PHASES
+from shardtune.distributed.world import World
+from shardtune.log import logger
+from shardtune.metrics_schema import RanksEntry
+from shardtune.model.fsdp_groups import groups_of
+from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.observer import StepEnded, StepObserver
+
+_EVERY_STEPS = 10
+_LOG_ABOVE = 1.2  # times the median
+_HOST = socket.gethostname()
+
+
+class Stragglers(StepObserver):
+    """Find the slowest rank of every ten steps.
+
+    It goes to `metrics.jsonl`, and is logged if it is slow for the second time in a row.
+    """
+
+    def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
+        self._metrics, self._world = metrics, world
+        self._seconds: Counter[str] = Counter()
+        self._suspect: int | None = None
+        self._steps = -1  # the first step also sets things up, and is no measure
+        if world.size > 1:
+            for group in groups_of(model):
+                group.time(world.progress.waiting)
+
+    def step_ended(self, ended: StepEnded) -> None:
+        self._steps += 1
+        if self._steps == 0 or self._world.size == 1:
+            return
+        self._seconds.update(ended.seconds_by_phase)
+        if self._steps % _EVERY_STEPS == 0:
+            means = {phase: total / _EVERY_STEPS for phase, total in self._seconds.items()}
+            self._seconds.clear()
+            # Through the store: the host does not wait for the device.
+            per_rank = self._world.all_gather_json([_HOST, means])
+            self._report(ended.step.number, *zip(*per_rank, strict=True))
+
+    def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
+        seconds_of = [[each[name] for name in STEP_PHASES] for each in means]
+        rank, ratio, phase = slowest(seconds_of, self._world.layout.stage_ranks)
+        host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
+        is_slow = ratio > _LOG_ABOVE
+        if is_slow and self._suspect == rank:  # one report may be chance
+            spent = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
+            logger.info(
+                f"Slowest: rank {rank} on {host}, {ratio:.2f} x the median, in {name} "
+                f"(a step: {spent})"
+            )
+        self._suspect = rank if is_slow else None
+        self._metrics.write(
+            RanksEntry(
+                kind="ranks",
+                step=step,
+                slowest_rank=rank,
+                host=host,
+                ratio=ratio,
+                phase=name,
+                seconds=seconds,
+            )
+        )
+
+
+def slowest(seconds: Sequence[Sequence[float]], stage_ranks: int) -> tuple[int, float, int]:
+    """Return the slowest rank, its time as a multiple of the median, and the phase to blame.
+
+    `seconds`: [rank][phase]. Stages do different work: the medians are those of the rank's own.
+    """
+    per_stage = (
+        (first, *_slowest(seconds[first : first + stage_ranks]))
+        for first in range(0, len(seconds), stage_ranks)
+    )
+    first, rank, ratio, phase = max(per_stage, key=itemgetter(2))
+    return first + rank, ratio, phase
+
+
+def _slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
+    """Return the same of one stage, with the rank's place in it.
+
+    The phase is the one in which the rank is furthest above the median of that phase. A median is
+    the lower one: of two ranks, the other one is the measure.
+    """
+    totals = [sum(phases) for phases in seconds]
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    medians = [median_low(ranks) for ranks in zip(*seconds, strict=True)]
+    phase = max(range(len(medians)), key=lambda number: seconds[rank][number] - medians[number])
+    return rank, totals[rank] / max(median_low(totals), 1e-9), phase

@@ -1,0 +1,173 @@
+"""The forwards and backwards of this rank's layers, and what they hand on to other stages.
+
+Stages work on different micro-batches at the same time, one forward and one backward each in turn
+(1F1B, arXiv 2006.09503). A stage begins as many forwards ahead as there are stages behind it. Only
+hidden states travel, and their gradients back. A run without stages is a single one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.data.batch import Batch
+from shardtune.distributed.meshes import Link
+from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.world import World
+from shardtune.model import documents
+from shardtune.model.documents.head_exchange import heads_between
+from shardtune.model.loss import summed_loss
+from shardtune.training.states.replica_shards import OwnedParameters
+
+_MOST_SENT = 2  # hidden states of an evaluation that have not arrived
+
+
+class Pass(NamedTuple):
+    """A forward of a micro-batch, or the backward of the one that has waited longest for it."""
+
+    number: int  # of the micro-batch, from 0
+    batch: Batch
+    is_forward: bool
+    is_last_backward: bool = False
+
+
+def idle_share(stages: int, micro_batches: int) -> float:
+    """Return the share of a step in which a stage has no micro-batch.
+
+    All stages take as long (arXiv 2006.09503, section 2.2).
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+class Stage:
+    """This rank's layers, and the ranks that it receives from and sends to."""
+
+    def __init__(self, model: PreTrainedModel, owned: OwnedParameters, world: World) -> None:
+        self._model, self._owned, self._world = model, owned, world
+        # Of hidden states between layers.
+        self._dtype = DTYPES[world.layout.compute_dtype]
+        self._heads = heads_between(world)
+        self._before, self._behind = world.meshes.before, world.meshes.behind
+        # Received hidden states and output of each micro-batch whose backward is to come.
+        self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
+        self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._shared_weight, self._other_owner = owned.shared, 0
+        if self._shared_weight is not None:
+            last_stage_begins = world.size - world.layout.stage_ranks
+            self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
+
+    def passes(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
+        """Yield the forwards and backwards of a step in this stage's order.
+
+        The tensor that a pass needs of another stage may arrive during the pass before it.
+        """
+        for current, following in pairwise([None, *self._order(micro_batches), None]):
+            if following:
+                self._expect(following.batch, following.is_forward)
+            if current:
+                yield current
+
+    def _order(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
+        ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
+        waiting: deque[tuple[int, Batch]] = deque()
+        for number, batch in enumerate(micro_batches):
+            yield Pass(number, batch, is_forward=True)
+            waiting.append((number, batch))
+            while len(waiting) > (ahead if number < last else 0):
+                oldest, batch = waiting.popleft()
+                yield Pass(oldest, batch, is_forward=False, is_last_backward=oldest == last)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return a micro-batch's summed negative log-likelihood: nats, 0 but in the last stage.
+
+        With gradients enabled its `backward` must follow.
+        """
+        received = None
+        if self._before:
+            if not self._arriving:  # an evaluation has no `passes`
+                self._expect(batch, is_forward=True)
+            received = self._receive()
+            received.requires_grad_(torch.is_grad_enabled())
+            cast(Any, self._model.get_input_embeddings()).hidden = received
+        with documents.of(batch, self._heads):
+            if self._behind:
+                self._model(**batch.inputs())
+                output = cast(Any, self._model.get_output_embeddings()).take()
+                self._send(output.detach(), self._behind, self._behind.forward)
+            else:
+                output = summed_loss(self._model, batch)
+        if torch.is_grad_enabled():
+            self._in_flight.append((received, output))
+        return output.new_zeros((), dtype=torch.float32) if self._behind else output.detach()
+
+    def backward(self, batch: Batch, scale: float) -> None:
+        """Add the gradients of the oldest micro-batch in flight, `batch`, times `scale`."""
+        received, output = self._in_flight.popleft()
+        with documents.of(batch, self._heads):  # for what is computed again
+            if self._behind:
+                output.backward(self._receive())
+            else:
+                (output * scale).backward()
+        if self._before:
+            assert received is not None and received.grad is not None
+            self._send(received.grad, self._before, self._before.backward)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived, and sum the gradients of a tied weight."""
+        with self._world.progress.waiting(), self._world.progress.message():
+            while self._sent:
+                self._sent.popleft()[0].wait()
+        weight = self._shared_weight
+        if weight is not None and weight.grad is not None:
+            own = to_local(weight.grad)
+            other = torch.empty_like(own)
+            sides = [(dist.isend, own), (dist.irecv, other)]
+            with self._world.progress.waiting(), self._world.progress.message():
+                for work in dist.batch_isend_irecv(
+                    [dist.P2POp(side, tensor, self._other_owner) for side, tensor in sides]
+                ):
+                    work.wait()
+            own += other
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that this rank updates, each in one stage only."""
+        for parameter in self._owned.by_name.values():
+            if not self._before or parameter is not self._shared_weight:
+                yield parameter
+
+    def _expect(self, batch: Batch, is_forward: bool) -> None:
+        """Begin to receive the tensor that a pass needs, if another stage sends it."""
+        link = self._before if is_forward else self._behind
+        if link is None:
+            return
+        width = self._model.config.get_text_config().hidden_size
+        shape = (*batch.input_ids.shape, width)
+        received = torch.empty(shape, dtype=self._dtype, device=self._world.device)
+        group = link.forward if is_forward else link.backward
+        self._arriving.append((dist.irecv(received, link.rank, group), received))
+
+    def _receive(self) -> torch.Tensor:
+        work, received = self._arriving.popleft()
+        with self._world.progress.waiting(), self._world.progress.message():
+            work.wait()
+        return received
+
+    def _send(self, tensor: torch.Tensor, link: Link, group: dist.ProcessGroup) -> None:
+        tensor = tensor.contiguous()
+        self._sent.append((dist.isend(tensor, link.rank, group), tensor))
+        if torch.is_grad_enabled():
+            while self._sent and self._sent[0][0].is_completed():
+                self._sent.popleft()
+        elif len(self._sent) > _MOST_SENT:
+            # Nothing comes back that would keep a stage from running ahead. All ranks of a stage
+            # wait as often, by which a stuck one is found.
+            with self._world.progress.waiting(), self._world.progress.message():
+                self._sent.popleft()[0].wait()

@@ -1,0 +1,158 @@
+"""Master weights, moments and gradients in pinned host memory (`optimizer.offload`).
+
+A GPU keeps what it computes with, its slices of the weights in the compute dtype. An update brings
+pieces of masters, moments and gradients to the GPU and takes them back, so that copies both ways
+and kernels overlap. The kernels are those of a run without offload, and so are its numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shardtune.distributed.host_memory import pinned_zeros
+from shardtune.distributed.tensors import DTYPES, sharded_as, to_local
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.sent_gradients import SentGradients
+
+PIECE = 1 << 22  # elements of a piece
+PIECES = 2  # on the device at the same time
+_ALIGNED = 64  # bytes
+
+
+def piece_rows(n_columns: int) -> int:
+    """Return the rows of a piece of a matrix."""
+    return max(1, PIECE // n_columns)
+
+
+class HostStates:
+    """Masters, moments and gradients of the parameters that this rank updates.
+
+    Attributes:
+        masters: weights in their own dtype, where the device keeps fewer digits of them.
+        sent: the gradients.
+    """
+
+    def __init__(self, owned: OwnedParameters) -> None:
+        """Move the masters, as they were read or drawn, to pinned memory.
+
+        Raises:
+            RunFailed: the node cannot pin it.
+        """
+        self._parameters = list(owned.by_name.values())
+        self._device, master = self._parameters[0].device, DTYPES[owned.layout.master_dtype]
+        self._gradient_dtype = DTYPES[owned.layout.gradient_dtype]
+        rounded = [p for p in self._parameters if p.dtype != master]
+        self._free = _pinned(sum(_size(p, master) for p in rounded))
+        self.masters: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in rounded:
+            local = self.zeros(to_local(parameter).shape, dtype=master)
+            if (values := owned.take_master(parameter)) is not None:  # else it has no contents
+                local.copy_(values)
+            self.masters[parameter] = sharded_as(parameter, local)
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.sent = SentGradients(owned, self)
+        self._in, self._out = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        # Those on the device, and what says that they are back in host memory.
+        self._pieces: deque[tuple[torch.cuda.Event, dict[str, torch.Tensor]]] = deque()
+
+    def reserve(self, state_sizes: Iterable[int]) -> None:
+        """Pin memory for gradients, and for an optimizer's states, which `zeros` will return.
+
+        `state_sizes`: the bytes of each of their tensors.
+
+        Raises:
+            RunFailed: the node cannot pin it.
+        """
+        dtype = self._gradient_dtype
+        gradients = sum(_size(p, dtype) for p in self._parameters)
+        self._free = _pinned(gradients + sum(map(_aligned, state_sizes)))
+        for parameter in self._parameters:
+            self._gradients[parameter] = self.zeros(to_local(parameter).shape, dtype=dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in pinned memory that nothing else has."""
+        n_bytes = torch.Size(shape).numel() * dtype.itemsize
+        part, self._free = self._free[:n_bytes], self._free[_aligned(n_bytes) :]
+        return part.view(dtype).view(shape)
+
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._gradients[parameter].copy_(gradient, non_blocking=True)
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._gradients[parameter].to(self._device, non_blocking=True)
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return this step's gradient of a parameter, if it has one, wherever that is."""
+        return self._gradients[parameter] if parameter in self.sent else parameter.grad
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Update all weights within this context, with the step's gradients."""
+        self._in.wait_stream(torch.cuda.current_stream())
+        yield
+        while self._pieces:
+            self._drop_piece()
+        torch.cuda.current_stream().wait_stream(self._out)
+        self.sent.clear()
+
+    def on_device(
+        self,
+        parameter: torch.Tensor,
+        matrices: Mapping[str, torch.Tensor],
+        pieces: Sequence[slice],
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield pieces of a parameter's tensors on the device, to be updated in place.
+
+        `matrices`: this rank's part of its weight, which its master takes the place of, of its
+        gradient and of its states, wherever each is. `pieces`: of their rows.
+        """
+        weight, master = matrices["weight"], self.masters.get(parameter)
+        if master is not None:
+            matrices = {**matrices, "weight": to_local(master).view(weight.shape)}
+        for piece in pieces:
+            there = {name: each[piece] for name, each in matrices.items()}
+            if len(self._pieces) == PIECES:
+                self._drop_piece()
+            with torch.cuda.stream(self._in):
+                part = {n: each.to(self._device, non_blocking=True) for n, each in there.items()}
+            torch.cuda.current_stream().wait_stream(self._in)
+            yield part
+            if master is not None:
+                weight[piece].copy_(part["weight"])
+            self._out.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._out):
+                for name, each in there.items():
+                    if not each.is_cuda and name != "gradient":
+                        each.copy_(part[name], non_blocking=True)
+            self._pieces.append((self._out.record_event(), part))
+
+    def _drop_piece(self) -> None:
+        """Give back the memory of the first piece, once it is in host memory."""
+        stored, _ = self._pieces.popleft()
+        self._in.wait_event(stored)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Make the device's weights those of the masters, which a checkpoint has."""
+        for parameter, master in self.masters.items():
+            to_local(parameter).copy_(to_local(master))
+
+    def wait(self) -> None:
+        """Let the host wait until its memory has what was last sent to it."""
+        torch.cuda.current_stream().synchronize()
+
+
+def _size(parameter: torch.Tensor, dtype: torch.dtype) -> int:
+    return _aligned(to_local(parameter).numel() * dtype.itemsize)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNED) * _ALIGNED
+
+
+def _pinned(n_bytes: int) -> torch.Tensor:
+    return pinned_zeros(n_bytes, "masters, moments and gradients", "use optimizer.offload=false")
