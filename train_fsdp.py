@@ -171,12 +171,13 @@ def accumulate_gradients(
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     # FSDP averages gradients over ranks; this makes them the sum over ranks per trained token.
     scale = world.layout.stage_ranks / max(1, step.trained_tokens)
-    for each in context.stage.passes(micro_batches):
-        if each.is_forward:
-            nll_sum += context.stage.forward(each.batch)
-        else:
-            context.reshard.before_backward(model, each.is_last_backward)
-            context.stage.backward(each.batch, scale)
+    for batch, due in context.stage.passes(micro_batches):
+        nll_sum += context.stage.forward(batch)
+        # Without stages this is the backward of the same batch, each time. A stage of a pipeline is
+        # forwards ahead: none is due after the first ones, and several are due after the last.
+        for number in due:
+            context.reshard.before_backward(model, number == len(micro_batches) - 1)
+            context.stage.backward(micro_batches[number], scale)
             micro_batch_ended()
     context.stage.finish()
     return nll_sum, optim.squared_gradients(context.stage.own_parameters(), context.host)

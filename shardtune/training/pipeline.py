@@ -8,9 +8,9 @@ hidden states travel, and their gradients back. A run without stages is a single
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, starmap
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,6 @@ from shardtune.model.loss import summed_loss
 from shardtune.training.states.replica_shards import OwnedParameters
 
 _MOST_SENT = 2  # hidden states of an evaluation that have not arrived
-
-
-class Pass(NamedTuple):
-    """A forward of a micro-batch, or the backward of the one that has waited longest for it."""
-
-    number: int  # of the micro-batch, from 0
-    batch: Batch
-    is_forward: bool
-    is_last_backward: bool = False
 
 
 def idle_share(stages: int, micro_batches: int) -> float:
@@ -64,26 +55,28 @@ class Stage:
             last_stage_begins = world.size - world.layout.stage_ranks
             self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
 
-    def passes(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
-        """Yield the forwards and backwards of a step in this stage's order.
+    def passes(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Batch, Iterator[int]]]:
+        """Yield each micro-batch, for its forward, and the numbers of the backwards that follow it.
 
-        The tensor that a pass needs of another stage may arrive during the pass before it.
+        Without stages that is its own number. A stage is as many forwards ahead of its backwards as
+        stages are behind it: none follows its first forwards, and several follow its last one.
         """
-        for current, following in pairwise([None, *self._order(micro_batches), None]):
-            if following:
-                self._expect(following.batch, following.is_forward)
-            if current:
-                yield current
-
-    def _order(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
         ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
-        waiting: deque[tuple[int, Batch]] = deque()
-        for number, batch in enumerate(micro_batches):
-            yield Pass(number, batch, is_forward=True)
-            waiting.append((number, batch))
-            while len(waiting) > (ahead if number < last else 0):
-                oldest, batch = waiting.popleft()
-                yield Pass(oldest, batch, is_forward=False, is_last_backward=oldest == last)
+        due = [range(max(0, n - ahead), n + 1 - (n < last) * ahead) for n in range(last + 1)]
+        order = (
+            [(batch, True), *((micro_batches[n], False) for n in numbers)]
+            for batch, numbers in zip(micro_batches, due, strict=True)
+        )
+        receives = starmap(self._expect, chain.from_iterable(order))
+
+        def receiving(numbers: Iterable[int]) -> Iterator[int]:
+            for number in numbers:
+                next(receives, None)  # the next pass's tensor may arrive during this pass
+                yield number
+
+        next(receives, None)
+        for number in receiving(range(last + 1)):
+            yield micro_batches[number], receiving(due[number])
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return a micro-batch's summed negative log-likelihood: nats, 0 but in the last stage.

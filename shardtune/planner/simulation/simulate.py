@@ -237,16 +237,15 @@ def _accumulate(
     traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
     kernels = [tracker.kernels, *(Counter[Kernel]() for _ in micro_batches)]
     tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
-    for each in stage.passes(micro_batches):
-        tracker.traffic = traffic[1 + each.number]
-        tracker.kernels = kernels[1 + each.number]
-        if each.is_forward:
-            tracker.begin("forward")
-            stage.forward(each.batch)
-        else:
-            policy.before_backward(model, each.is_last_backward)
+    for newest, (batch, due) in enumerate(stage.passes(micro_batches)):
+        tracker.traffic, tracker.kernels = traffic[1 + newest], kernels[1 + newest]
+        tracker.begin("forward")
+        stage.forward(batch)
+        for oldest in due:
+            tracker.traffic, tracker.kernels = traffic[1 + oldest], kernels[1 + oldest]
+            policy.before_backward(model, oldest == len(micro_batches) - 1)
             tracker.begin("backward", Cause.BACKWARD)
-            stage.backward(each.batch, scale=1.0)
+            stage.backward(micro_batches[oldest], scale=1.0)
             for parameter in model.parameters():  # no collective has shown some of them
                 if parameter.grad is not None:
                     tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
