@@ -1,5 +1,5 @@
-"""The plans and verdicts in docs/planner.md and docs/long-rows.md, computed again and written in
-place.
+"""The plans and verdicts in docs/planner.md, planner-method.md and long-rows.md, computed again and
+written in place.
 
 Behind a line `<!-- plan --gpu-memory 80 key=value ... -->` stands what `shardtune plan` prints for
 config.yaml with these options, without changes that would help. Behind `<!-- plans -->` stands a
@@ -30,6 +30,7 @@ from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.status_lines import silent
 
 PAGE = REPOSITORY / "docs/planner.md"
+METHOD = REPOSITORY / "docs/planner-method.md"
 LONG_ROWS = REPOSITORY / "docs/long-rows.md"
 CONFIGS = REPOSITORY / "tests/data/configs"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
@@ -48,9 +49,9 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(_: Namespace) -> None:
-    text = with_rows(VERDICTS, verdict_row, with_plans(PAGE.read_text(encoding="utf-8")))
-    PAGE.write_text(text, encoding="utf-8")
-    LONG_ROWS.write_text(with_plans(LONG_ROWS.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (PAGE, METHOD, LONG_ROWS):
+        text = with_plans(page.read_text(encoding="utf-8"))
+        page.write_text(with_rows(VERDICTS, verdict_row, text), encoding="utf-8")
 
 
 def with_plans(text: str) -> str:
