@@ -18,7 +18,7 @@ from helpers.commands import completed, needs_namespaces
 from helpers.image import image_files
 
 from distTest.rehearse.namespaces import joined_nodes
-from shardtune.config_io import load_config, write_config
+from shardtune.config_io import load_config
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 # In the order in which they are read.
@@ -55,7 +55,7 @@ NODES, ALONE, GREPS = starting("MASTER_ADDR="), starting("NNODES=1 "), starting(
 (BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
 OTHER_WAYS = starting("tmux", "nohup", "docker", "kubectl")
 (REHEARSAL,), (ASKING,) = starting("python -m distTest.rehearse"), starting("python examples/ask")
-TORCHRUN_AND_TOOLS = starting("torchrun", "python -m shardtune")
+TORCHRUN_AND_TOOLS = starting("torchrun", "python -m shardtune", "shardtune ")
 OTHER_STARTS = starting("accelerate launch", "python train_fsdp.py")
 
 
@@ -76,9 +76,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
     longer = json.loads(settings.read_text(encoding="utf-8")) | {"max_position_embeddings": 1024}
     settings.write_text(json.dumps(longer), encoding="utf-8")
     write_jsonl(copy / "mine.jsonl", chats(40, seed=40))
-    # A plan needs the model's config.json alone.
-    shapes = [f"model.path={REPOSITORY / 'tests/data/configs/glm-4.5-air'}"]
-    write_config(load_config(copy / "config.yaml", shapes, {}), copy / "config.yaml")
+    # A plan needs the model's config.json alone: a folder stands for the hub.
+    shutil.copytree(REPOSITORY / "tests/data/configs/glm-4.5-air", copy / "zai-org/GLM-4.5-Air")
     (text,) = blocks("yaml")
     (copy / "mine.yaml").write_text(text, encoding="utf-8")
     return copy

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import csv
 import logging
 import re
 import tomllib
@@ -13,7 +14,7 @@ from conftest import REPOSITORY
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")]
 PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
 ARCHITECTURE = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
 
@@ -47,6 +48,21 @@ def test_each_test_that_a_page_names_exists():
         or not re.search(rf"^(async )?def {test}\(", path.read_text("utf-8"), re.MULTILINE)
     ]
     assert missing == []
+
+
+def test_the_readme_has_the_table_of_the_planner_and_the_number_of_architectures():
+    """Its rows end before their settings do."""
+    readme, planner = (
+        (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "docs/planner.md")
+    )
+    shown = re.findall(r"^  \d .+", readme, re.MULTILINE)
+    rows = re.findall(r"^  \d .+", planner, re.MULTILINE)
+    assert len(shown) == len(rows) == 8
+    for short, row in zip(shown, rows, strict=True):
+        assert row.startswith(short.removesuffix(" ..."))
+    with (REPOSITORY / "docs/models.csv").open(encoding="utf-8", newline="") as table:
+        trained = [row for row in csv.DictReader(table) if row["one rank"]]
+    assert f"It trains {len(trained)} architectures" in readme
 
 
 def test_the_page_of_the_architecture_has_the_layers_that_imports_are_held_to():
