@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")]
+PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
 PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
 ARCHITECTURE = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
 
@@ -48,6 +48,15 @@ def test_each_test_that_a_page_names_exists():
         or not re.search(rf"^(async )?def {test}\(", path.read_text("utf-8"), re.MULTILINE)
     ]
     assert missing == []
+
+
+def test_the_commands_and_links_of_agents_exist():
+    text = (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8")
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"\bmake ([a-z-]+)", text)
+    assert targets and set(targets) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    paths = [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r"\btests/\S+", text)]
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
 
 
 def test_the_readme_has_the_table_of_the_planner_and_the_number_of_architectures():
