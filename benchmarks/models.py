@@ -39,12 +39,9 @@ from shardtune.errors import UserError, first_line
 from shardtune.log import quiet_libraries
 from shardtune.model import documents
 from shardtune.model.build import require_trainable
-from shardtune.model.documents.attention_check import (
-    Attention,
-    LogitsTrial,
-    decide_attention,
-    require_documents_apart,
-)
+from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.documents.attention_choice import Attention, decide_attention
+from shardtune.model.documents.attention_trial import LogitsTrial
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.lora import choose_targets
 from shardtune.model.loss import summed_loss, use_loss_head

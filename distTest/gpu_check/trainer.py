@@ -26,7 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from shardtune.model.build import draw_weights
+from shardtune.model.random_weights import draw_weights
 
 
 class _Ends(TrainerCallback):

@@ -6,7 +6,7 @@ Layers are gathered one ahead, and reductions do not wait for gathers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardtune.model.moe.experts import is_spread
+from shardtune.model.moe.placement import is_spread
 
 
 class Group:
@@ -140,3 +140,20 @@ def gathered_groups(model: Any) -> dict[Any, list[nn.Parameter]]:
 
 def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+@contextmanager
+def forward_only(model: PreTrainedModel) -> Iterator[None]:
+    """Run forwards without dropout or gradients, and shard every parameter again at the end.
+
+    FSDP2 keeps the root's parameters gathered until a backward comes, and their shards out of reach
+    meanwhile.
+    """
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        for module in filter(is_sharded, model.modules()):
+            cast(Any, module).reshard()

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from shardtune.data.batch import Batch
 from shardtune.distributed.compiling import compiled_or_eager
 from shardtune.model import documents
-from shardtune.model.build import forward_only
+from shardtune.model.fsdp_groups import forward_only
 
 # Of logits, in the dtype of the matrix product. Each further chunk reads and writes the gradient of
 # the head's weight, in float32, once more: on a GPU 4096 tokens of 152,000 words are one chunk.

@@ -21,7 +21,7 @@ from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.model.moe.experts import is_spread
+from shardtune.model.moe.placement import is_spread
 from shardtune.model.stages import layers_of_stages
 from shardtune.planner.arithmetic.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.arithmetic.machine import Machine, link_bytes

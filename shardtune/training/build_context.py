@@ -24,7 +24,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model import build
 from shardtune.model.compiled_layers import compile_layers
-from shardtune.model.documents.attention_check import choose_attention
+from shardtune.model.documents.attention_choice import choose_attention
 from shardtune.model.flops import cost_of
 from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.moe.tiles import tile_layers

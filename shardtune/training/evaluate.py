@@ -15,7 +15,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
 from shardtune.log import logger
 from shardtune.metrics_schema import EvalEntry
-from shardtune.model.build import forward_only
+from shardtune.model.fsdp_groups import forward_only
 from shardtune.training.context import TrainContext
 from shardtune.training.garbage_collection import micro_batch_ended
 

@@ -12,7 +12,8 @@ from helpers.commands import REPOSITORY
 from helpers.tiny_models import VOCABULARY
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
-from shardtune.model.documents.attention_check import Attention, LogitsTrial, decide_attention
+from shardtune.model.documents.attention_choice import Attention, decide_attention
+from shardtune.model.documents.attention_trial import LogitsTrial
 
 
 def config_of(family: str, **settings: Any) -> PreTrainedConfig:

@@ -29,9 +29,9 @@ from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.model import documents
-from shardtune.model.build import shard
-from shardtune.model.documents.attention_check import choose_attention
+from shardtune.model.documents.attention_choice import choose_attention
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
+from shardtune.model.sharding import shard
 
 # Of each architecture: its settings, the reason why it does not attend by documents, and whether
 # its head gives the loss itself.

@@ -28,7 +28,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from shardtune.distributed.join import join_world
 from shardtune.errors import RunFailed
 from shardtune.model.build import build_model
-from shardtune.model.documents.attention_check import choose_attention
+from shardtune.model.documents.attention_choice import choose_attention
 
 RATES = [1e-3] * 4
 MAX_NORM = 0.5

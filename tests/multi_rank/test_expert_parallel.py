@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.distributed.join import join_world
-from shardtune.model.moe.experts import ExpertExchange
+from shardtune.model.moe.token_exchange import ExpertExchange
 from shardtune.training.states.reshard import ReshardPolicy
 
 RATES = [3e-3] * 4

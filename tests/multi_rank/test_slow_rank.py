@@ -16,7 +16,7 @@ from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks, run_script, train, train_until
 
 from shardtune.distributed.rank_record import Phase
-from shardtune.model.moe.experts import ExpertExchange
+from shardtune.model.moe.token_exchange import ExpertExchange
 from shardtune.training import optim, prefetch
 
 ARGUMENTS = (

@@ -19,7 +19,7 @@ from shardtune.distributed.join import join_world
 from shardtune.model import documents
 from shardtune.model.build import build_model
 from shardtune.model.loss import summed_loss, use_loss_head
-from shardtune.model.moe.experts import stacked_experts
+from shardtune.model.moe.spread import stacked_experts
 from shardtune.model.moe.tiles import tile_layers
 
 TILES = 3

@@ -126,7 +126,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
 
     import train_fsdp
     from shardtune.config_io import load_config
-    from shardtune.model.build import build_model, forward_only
+    from shardtune.model.build import build_model
+    from shardtune.model.fsdp_groups import forward_only
     from shardtune.model.source.files import read_model_config
     from shardtune.training import pipeline
     from shardtune.training.observers.expert_balance import ExpertBalance

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny import tiny_config
-from shardtune.model.documents import attention_check
+from shardtune.model.documents import attention_choice
+from shardtune.model.documents.attention_trial import LogitsTrial
 
 CHUNKS = {
     "layer_types": ["chunked_attention", "full_attention"],
@@ -76,7 +77,7 @@ def test_a_small_leak_is_seen_in_bfloat16(monkeypatch):
     """Loaded weights have no other dtype. Of Jamba's state 0.3% of the logits' spread."""
     model = build("jamba", initializer_range=0.03).bfloat16()
     assert decided(model).by_document
-    monkeypatch.setattr(attention_check, "separate_documents", lambda *_, **__: None)
+    monkeypatch.setattr(attention_choice, "separate_documents", lambda *_, **__: None)
     attention = decided(build("jamba", initializer_range=0.03).bfloat16())
     assert "jamba has logits that change without the mask, by 0." in attention.text
 
@@ -87,6 +88,6 @@ def test_the_architecture_is_asked_for_its_interface_and_not_fsdps_class():
     sharded = type("Sharded", (FSDPModule, type(model)), {})
     object.__setattr__(model, "__class__", sharded)
     layout: Any = None  # not asked
-    trial = attention_check.LogitsTrial(model, layout, torch.device("cpu"))
-    said = attention_check._objection(trial)
+    trial = LogitsTrial(model, layout, torch.device("cpu"))
+    said = attention_choice._objection(trial)
     assert said == "does not use transformers' attention interface"

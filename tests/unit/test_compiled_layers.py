@@ -27,9 +27,9 @@ from shardtune.distributed import compiling
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
 from shardtune.model import documents
-from shardtune.model.build import kept_operators
 from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.documents.attention import DOCUMENT_ATTENTION
+from shardtune.model.recomputation import kept_operators
 
 WIDTH = 32
 NARROW = {

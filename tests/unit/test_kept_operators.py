@@ -11,7 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.tiny import tiny_config
-from shardtune.model.build import kept_operators
+from shardtune.model.recomputation import kept_operators
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from helpers import moe_families
 
-from shardtune.model.build import draw_weights
-from shardtune.model.moe.experts import count_tokens
+from shardtune.model.moe.counts import count_tokens
+from shardtune.model.random_weights import draw_weights
 
 
 def drawn(seed: int) -> dict[str, torch.Tensor]:

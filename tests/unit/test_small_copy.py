@@ -16,7 +16,7 @@ from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.documents import attention_check
+from shardtune.model.documents import attention_choice
 from shardtune.model.documents.attention_check import require_documents_apart
 from shardtune.model.source.small_copy import small_copy
 from shardtune.model.support import unsupported
@@ -86,7 +86,7 @@ def test_a_small_leak_of_a_state_is_seen(monkeypatch):
     """Of Jamba's state 0.6% of the logits' spread, which bfloat16's rounding would hide."""
     model_config = packing_families.build("jamba", initializer_range=0.04).config
     require_documents_apart(Layout.of(configured()), model_config)
-    monkeypatch.setattr(attention_check, "separate_documents", lambda *_, **__: None)
+    monkeypatch.setattr(attention_choice, "separate_documents", lambda *_, **__: None)
     with pytest.raises(UserError, match=r"^jamba lets a packed document see .* change by 0\.\d%"):
         require_documents_apart(Layout.of(configured()), model_config)
 

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.distributed.exchange import Exchange
 from shardtune.distributed.layout import Layout
-from shardtune.model.moe.experts import SharedExperts, spread_problems
+from shardtune.model.moe.shared_experts import SharedExperts
+from shardtune.model.moe.spread import spread_problems
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy
 

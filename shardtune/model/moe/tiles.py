@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from shardtune.model.moe.experts import stacked_experts
+from shardtune.model.moe.spread import stacked_experts
 from shardtune.model.traits import decoder_layers, is_stack
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from shardtune.distributed.layout import BYTES, Layout
 from shardtune.model.documents.shared_rows import context_problems
-from shardtune.model.moe.experts import spread_problems, spread_stacks
+from shardtune.model.moe.spread import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
 from shardtune.planner.simulation.simulate import EXPERT_IMBALANCE

@@ -25,16 +25,12 @@ from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.build import build_on_meta, forward_only, run_as_on_gpus
-from shardtune.model.documents.attention_check import (
-    TRIAL_LENGTHS,
-    Attention,
-    LogitsTrial,
-    decide_attention,
-    require_shared,
-)
+from shardtune.model.build import build_on_meta, run_as_on_gpus
+from shardtune.model.documents.attention_choice import Attention, decide_attention, require_shared
+from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.documents.state_layers import state_mixers
+from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
 from shardtune.model.traits import decoder_layers, top_k

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import ExpertsEntry, LayerBalance
-from shardtune.model.moe.experts import count_tokens, stacked_experts
+from shardtune.model.moe.counts import count_tokens
+from shardtune.model.moe.spread import stacked_experts
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepEnded, StepObserver
 

@@ -34,7 +34,7 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.model.moe.experts import gathered_numel
+from shardtune.model.moe.placement import gathered_numel
 from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 

@@ -1,0 +1,230 @@
+"""Choose how a model attends, by trials on the model itself: are documents kept apart?"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from shardtune.distributed.layout import Layout
+from shardtune.distributed.world import World
+from shardtune.errors import RunFailed, UserError
+from shardtune.log import logger
+from shardtune.model.documents import Tried
+from shardtune.model.documents.attention import DOCUMENT_ATTENTION, model_makes_masks
+from shardtune.model.documents.attention_layers import OneByOne, keeps_states_only
+from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
+from shardtune.model.documents.flash_attention import (
+    agree_on_flash_attention,
+    choose_flash_attention,
+    flash_attention_name,
+    keep_second,
+)
+from shardtune.model.documents.head_exchange import describe_rows, heads_between
+from shardtune.model.documents.indexers import dense_attention, describe_indexers
+from shardtune.model.documents.one_by_one import restore
+from shardtune.model.documents.state_layers import (
+    missing_kernels,
+    separate_documents,
+    state_mixers,
+    takes_boundaries,
+)
+from shardtune.model.source.text_model import set_attention
+
+_NO_INTERFACE = "does not use transformers' attention interface"
+
+
+class Attention(NamedTuple):
+    """How a model attends."""
+
+    is_flat: bool  # rows are records one behind the other, without padding
+    by_document: bool
+    text: str
+    reason: str = ""  # why not by document
+    by_layer: bool = False  # each attention layer is called once per document
+    ways: tuple[str, ...] = ()  # how layers attended in the trial
+
+
+def choose_attention(model: PreTrainedModel, longest_document: int, world: World) -> bool:
+    """Decide how the loaded model attends, and log it with the reason. Collective.
+
+    Returns whether rows are flat.
+
+    Raises:
+        RunFailed: data.packing is on, and a document sees the one before it.
+    """
+    layout, is_gpu = world.layout, world.device.type == "cuda"
+    is_chosen = is_gpu and layout.attention == "auto"
+    if is_chosen:
+        choose_flash_attention(model.config, world)
+    heads = heads_between(world)
+    trial = LogitsTrial(model, layout, world.device, world.all_gather_json, heads)
+    attention = decide_attention(trial, longest_document)
+    if is_chosen:
+        agree_on_flash_attention(world)
+    ways = " and ".join(attention.ways)
+    if "varlen attention" in ways:
+        ways = ways.replace("varlen attention", f"varlen attention by {flash_attention_name()}")
+    elif is_gpu:
+        keep_second("is for varlen attention alone")
+    detail = f" ({ways})" * bool(ways) + "; rows have no padding" * attention.by_document
+    logger.info(f"Attention: {attention.text}{detail}")
+    try:
+        require_shared(attention, layout)
+    except UserError as late:  # no small copy has shown it
+        raise RunFailed(*late.problems) from late
+    if heads:
+        logger.info(describe_rows(model, layout.row_ranks))
+    if leak := leak_under_mask(attention, trial):
+        raise RunFailed(mixing_refusal(model, layout, leak, "its logits"))
+    if line := describe_indexers(model, longest_document):
+        logger.info(line)
+    if mixers := state_mixers(model):
+        logger.info(_describe_states(mixers, attention.is_flat, trial))
+    return attention.is_flat
+
+
+def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial) -> str:
+    """Return the log's line on layers that keep a state. Collective.
+
+    On a GPU those that can are let to take all documents of a row at once.
+    """
+    is_gpu = trial.device.type == "cuda"
+    missing = missing_kernels(mixers) if is_gpu else []
+    at_once = is_gpu and is_flat and not missing and any(map(takes_boundaries, mixers))
+    if at_once:
+        separate_documents(mixers, at_once=True)
+        if leak := trial.leak():
+            separate_documents(mixers, at_once=False)
+            at_once = False
+            logger.info(f"Layers with a state let documents mix at once ({leak:.1%} of the spread)")
+    how = "all documents at once" if at_once else "one call per document"
+    kernels = ""
+    if missing:
+        kernels = (
+            f"; without {' and '.join(missing)} they run transformers' reference code, slower and "
+            "with more memory"
+        )
+    return f"Layers with a state: {len(mixers)}, {how if is_flat else 'in padded rows'}{kernels}"
+
+
+def require_shared(attention: Attention, layout: Layout) -> None:
+    """Raises UserError if ranks would share rows to which a model attends under a mask."""
+    if layout.row_ranks > 1 and not attention.by_document:
+        raise UserError(
+            f"parallel.context={layout.context} needs attention without a mask, and this "
+            f"model attends under one ({attention.reason}) - use parallel.context=1"
+        )
+
+
+def leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:
+    return trial.leak() if attention.is_flat and not attention.by_document else 0.0
+
+
+def mixing_refusal(model: PreTrainedModel, layout: Layout, leak: float, whose: str) -> str:
+    is_chosen = layout.attention != "auto"
+    return (
+        f"{model.config.model_type} lets a packed document see the one before it ({whose} change "
+        f"by {leak:.1%} of their spread) - use {'model.attention=auto or ' * is_chosen}"
+        "data.packing=false"
+    )
+
+
+def decide_attention(
+    trial: LogitsTrial, longest_document: int, is_by_document: bool = False
+) -> Attention:
+    """Let the model attend document by document if that is exact, else under a mask.
+
+    Windows and chunks count only if they are narrower than the longest document, in tokens.
+    `is_by_document`: an earlier call has found it exact, so that nothing is tried.
+    """
+    model, layout, trial.tried = trial.model, trial.layout, Tried(longest_document)
+    usual, packing = model.config._attn_implementation, layout.packing
+    mixers = state_mixers(model)
+    is_auto, reason = layout.attention == "auto", f"model.attention={layout.attention}"
+    if is_auto or packing:
+        trial.attend_alone()
+    separate_documents(mixers, at_once=False)
+    if is_auto:
+        dense = dense_attention(model, longest_document)
+        if is_by_document and not keeps_states_only(model):
+            set_attention(model, DOCUMENT_ATTENTION)
+        reason = "" if is_by_document else _try_document_attention(trial)
+        if not reason:
+            text = "within each document, without a mask"
+            if keeps_states_only(model):
+                text = "none, as all layers keep a state"
+            return Attention(True, True, text, ways=(*sorted(trial.tried.ways),))
+        set_attention(model, usual)
+        if dense:
+            dense.remove()
+        # Ranks that share rows exchange heads in `document_attention` alone.
+        if layout.row_ranks == 1 and _attends_one_by_one(trial):
+            text = "within each document, by one call of each attention layer per document"
+            return Attention(True, True, f"{text} ({reason})", by_layer=True)
+    if not packing:
+        for mixer in mixers:
+            restore(mixer)
+    # The rows of a packed micro-batch are one row for the model.
+    side = layout.max_length * (layout.micro_batch_size if packing else 1)
+    mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
+    return Attention(packing, False, mask, reason)
+
+
+def _try_document_attention(trial: LogitsTrial) -> str:
+    """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
+    model = trial.model
+    reason = next(filter(None, trial.all_gather(_objection(trial))), "")
+    # A stage may have layers that keep a state alone.
+    is_used = trial.tried.ways or (not trial.compares and state_mixers(model))
+    if not reason and not keeps_states_only(model) and not any(trial.all_gather(bool(is_used))):
+        reason = _NO_INTERFACE
+    if not reason and (leak := trial.leak()):
+        reason = f"has logits that change without the mask, by {leak:.1%} of their spread"
+    return f"{model.config.model_type} {reason}" if reason else ""
+
+
+def _attends_one_by_one(trial: LogitsTrial) -> bool:
+    """Let attention layers take documents one by one, if that is exact, and return whether it is.
+
+    Arguments that cannot be cut show in an error of the layer's own.
+    """
+    one_by_one = OneByOne(trial.model)
+    try:
+        trial.logits(TRIAL_LENGTHS)
+        runs = one_by_one.is_used
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError):
+        runs = False
+    if all(trial.all_gather(runs)) and not trial.leak():
+        return True
+    one_by_one.remove()
+    return False
+
+
+def _objection(trial: LogitsTrial) -> str:
+    """Switch the model to `document_attention`, and return why that is not its own, or ""."""
+    model, tried = trial.model, trial.tried
+    if keeps_states_only(model):
+        return ""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not any(_architecture_of(part)._can_set_attn_implementation() for part in parts):
+        return _NO_INTERFACE
+    set_attention(model, DOCUMENT_ATTENTION)
+    objections = tried.objections = list[str]()
+    try:
+        trial.logits(TRIAL_LENGTHS)
+        with model_makes_masks(tried):
+            trial.logits(TRIAL_LENGTHS)
+    except (TypeError, AttributeError):  # they get None
+        objections.append("layers that read the mask")
+    finally:
+        tried.objections = None
+    return f"has {objections[0]}" if objections else ""
+
+
+def _architecture_of(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return a model's class in transformers, which looks at its source. FSDP2 makes another."""
+    classes: Any = type(model).__mro__
+    return next(each for each in classes if not issubclass(each, FSDPModule))

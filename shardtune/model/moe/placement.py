@@ -1,0 +1,45 @@
+"""Which parameters are spread experts, and where FSDP2 cuts the others."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardtune.distributed.tensors import to_local
+from shardtune.model.traits import is_stack
+
+
+def is_spread(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
+    return isinstance(parameter, DTensor) and "expert" in (
+        parameter.device_mesh.mesh_dim_names or ()
+    )
+
+
+def gathered_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements of a sharded parameter a rank has once FSDP2 has gathered it."""
+    if not is_spread(parameter):
+        return parameter.numel()
+    return parameter.numel() // cast(DTensor, parameter).device_mesh["expert"].size()
+
+
+def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """Return the dimension of a parameter that FSDP2 splits into `shards`.
+
+    It is the first, FSDP2's own choice, unless that leaves ranks without any of the stacked
+    experts, or of the biases of spread ones. Then it is the last if it divides evenly, as FSDP2
+    demands of every other dimension, else the first again, and these ranks have empty slices.
+    """
+    experts, width = to_local(parameter).shape[0], parameter.shape[-1]
+    of_experts = is_stack(parameter) or is_spread(parameter)
+    if of_experts and leaves_empty_slices(experts, shards) and width % shards == 0:
+        # The last dimension: the second is where the files' gate and up projections are joined.
+        return Shard(parameter.dim() - 1)
+    return Shard(0)
+
+
+def leaves_empty_slices(length: int, shards: int) -> bool:
+    return -(-length // shards) * (shards - 1) >= length

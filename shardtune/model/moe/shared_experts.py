@@ -1,0 +1,47 @@
+"""The experts of all tokens, which run while the tokens of other experts travel."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+
+class SharedExperts:
+    """The experts of all tokens, beside those of a router: they run while tokens travel.
+
+    Their module returns what was computed ahead where it is called behind the others, on the same
+    input. Where an architecture calls it before, or on another input, nothing is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        self._ahead: tuple[Any, torch.Tensor] | None = None  # the input's elements, and output
+        self._came_first = self._has_another_input = False
+        module.forward = torch.compiler.disable(self._output)
+
+    def run_ahead(self, tokens: torch.Tensor) -> None:
+        """Compute for tokens, [tokens, width]."""
+        if not self._came_first and not self._has_another_input:
+            self._ahead = _elements(tokens), self._forward(tokens)
+        self._came_first = False
+
+    def forget(self) -> None:
+        self._ahead = None
+
+    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._ahead is None:
+            self._came_first = True
+            return cast(torch.Tensor, self._forward(hidden))
+        (elements, output), self._ahead = self._ahead, None
+        if elements != _elements(hidden):
+            self._has_another_input = True
+            return cast(torch.Tensor, self._forward(hidden))
+        return output.view(*hidden.shape[:-1], -1)
+
+
+def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tensors with the same elements in memory share, until these change."""
+    storage = tensor.untyped_storage()
+    return storage, tensor.storage_offset(), tensor.numel(), tensor._version

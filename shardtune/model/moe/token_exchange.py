@@ -1,0 +1,124 @@
+"""Bring tokens to the ranks of their experts, and the experts' outputs back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation
+except ImportError:  # transformers before 5.23
+    EPImplementation = object  # type: ignore[misc, assignment]
+
+from shardtune.distributed.exchange import Exchange, linear_map
+from shardtune.distributed.progress import Progress
+from shardtune.model.moe.counts import add_counts
+from shardtune.model.moe.grouped_experts import (
+    TokenPairs,
+    are_stacked,
+    expert_outputs,
+    inverse,
+    take_rows,
+)
+from shardtune.model.moe.shared_experts import SharedExperts
+
+
+class ExpertExchange(EPImplementation):
+    """Bring tokens to the ranks of their experts, and the experts' outputs back.
+
+    Tokens travel with their weights, and outputs come back weighted: what follows is a sum, whose
+    backward needs no output, so that a layer that is computed again need not bring them back.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        shared: Sequence[SharedExperts],
+        mesh: DeviceMesh,
+        progress: Progress,
+    ) -> None:
+        self._experts, self._experts_forward, self._shared = experts, experts.forward, shared
+        self._local_experts = cast(int, experts.num_experts)
+        self._ranks, self._progress = mesh.size(), progress
+        self._exchange = Exchange(mesh.get_group(), progress)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts' outputs for each of this rank's tokens.
+
+        hidden_states: [tokens, width]. top_k_index, the experts' numbers in the layer, and
+        top_k_weights: [tokens, k].
+        """
+        # Sorted by expert, the pairs of each rank are consecutive.
+        expert_of_pair = top_k_index.flatten()
+        order = expert_of_pair.argsort(stable=True)
+        counts = expert_of_pair.new_zeros(self._ranks * self._local_experts + 1)
+        add_counts(counts, expert_of_pair)
+        sent_counts = counts[:-1].view(self._ranks, self._local_experts)
+        received_counts = torch.empty_like(sent_counts)
+        with self._progress.waiting():
+            dist.all_to_all_single(received_counts, sent_counts, group=self._exchange.group)
+            # The layer's one host sync.
+            sizes = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)])
+            sent, received = sizes.tolist()
+
+        order = order[: sum(sent)]  # the others chose no expert
+        pairs = TokenPairs(order, top_k_index.shape)
+        there, back = self._exchange.there_and_back(sent, received)
+        weights = linear_map(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
+        rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
+        arrive = self._exchange.begin(sent, received, rows.detach())
+        is_whole = getattr(self._experts, "tiles", 1) == 1
+        try:
+            for shared in self._shared if is_whole else ():
+                shared.run_ahead(hidden_states)
+            rows = linear_map(lambda _: arrive(), back, rows)
+            outputs = self._run_experts(rows, weights, received_counts)
+            outputs = linear_map(back, there, outputs)
+            return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
+        except BaseException:  # a layer that is computed again ends when it has what it needs
+            for shared in self._shared:
+                shared.forget()
+            raise
+
+    def _run_experts(
+        self, rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted output of each row that has arrived.
+
+        rows: [rows, width], and weights: [rows, 1], by sender and there by expert. counts:
+        [senders, experts], of the rows.
+        """
+        n_rows = len(rows)
+        if n_rows == 0:
+            # A zero row, dropped again below, gives the experts a gradient and lets the backward
+            # reach the exchange, in which the other ranks wait for this one.
+            rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
+            counts = torch.zeros_like(counts)
+            counts[0, 0].fill_(1)
+        of_experts = counts.sum(dim=0)
+        ends = of_experts.cumsum(0)
+        # Where the rows of a sender for an expert begin, by expert and there by sender.
+        begins = (ends - of_experts) + counts.cumsum(0) - counts
+        by_sender = counts.flatten()
+        shifts = begins.flatten() - (by_sender.cumsum(0) - by_sender)
+        places = torch.arange(len(rows), device=rows.device)
+        places += shifts.repeat_interleave(by_sender, output_size=len(rows))
+        put, take = partial(take_rows, inverse(places, len(places))), partial(take_rows, places)
+        rows, weights = linear_map(put, take, rows), linear_map(put, take, weights)
+        expert_ids = torch.arange(self._local_experts, device=rows.device)
+        expert_ids = expert_ids.repeat_interleave(of_experts, output_size=len(rows))
+        if are_stacked(type(self._experts)):
+            ends = ends.to(torch.int32)
+            outputs = expert_outputs(self._experts, rows, weights, expert_ids, ends)
+        else:
+            outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), weights)
+        outputs = linear_map(take, put, outputs)
+        return outputs if n_rows else outputs[:0]

@@ -1,0 +1,76 @@
+"""Which outputs of a layer's forward stay for the backward, and which are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers its operator
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+from transformers import PreTrainedModel
+
+import shardtune.model.older_transformers  # noqa: F401, gives older ones what is used here
+from shardtune.distributed.layout import Layout
+from shardtune.model.documents import cpu_attention
+from shardtune.model.kept_choices import keep_choices
+
+# Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
+# recomputes the rest.
+_KEPT_OPERATORS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    cpu_attention.OPERATOR,
+]
+
+# transformers adds the biases of stacked experts (GPT-OSS) into these, and PyTorch refuses to keep
+# an output that is changed afterwards. Gemma 3n adds to products in its AltUp, behind a view, where
+# PyTorch does not notice it and makes wrong gradients.
+_CHANGED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
+
+# Spread experts have FSDP2's hooks within their layer, and the hooks label what they do for the
+# profiler, more often in recomputation than in the forward. Selective checkpointing takes each
+# operator for part of the layer, unless it is one of these, and ends such a run.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+
+
+def prepare_for_training(model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
+    """Let layers be computed again as configured, and return the model in training mode."""
+    if layout.recomputes:
+        contexts: Callable[[], Any] = noop_context_fn
+        if layout.checkpointing == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
+        if layout.expert > 1:
+            contexts = partial(keep_choices, contexts)
+        # transformers before 5.23 has the older name alone.
+        older: Any = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", older)
+        enable({"use_reentrant": False, "context_fn": contexts})
+    # A cache would keep all keys, and with one no mask keeps documents apart.
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    return model.train()
+
+
+def kept_operators(model: PreTrainedModel) -> list[Any]:
+    """Return the operators whose outputs selective checkpointing keeps in this model."""
+    is_changed = any(
+        getattr(module, "has_bias", False) or hasattr(module, "altup") for module in model.modules()
+    )
+    return [op for op in _KEPT_OPERATORS if not (is_changed and op in _CHANGED_IN_PLACE)]

@@ -1,0 +1,141 @@
+"""FSDP2 on a model: one group per decoder layer, and one for the experts of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.world import World
+from shardtune.errors import UserError
+from shardtune.model.fsdp_groups import gather_ahead, groups_of
+from shardtune.model.moe.placement import is_spread, shard_placement
+from shardtune.model.moe.spread import spread_experts
+from shardtune.model.traits import decoder_layers, is_stack
+from shardtune.optimizers.rounding import SCALE_BLOCK
+
+
+def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
+    """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
+
+    With parallel.expert above 1, the experts of each layer are spread, a group of their own. What
+    needs no copy is left as it is, in no group.
+    """
+    if world.expert_mesh:
+        _shard_experts(model, world.expert_mesh, world, policy)
+    # FSDP2 works within a replica. What replicas exchange is OwnedParameters' work.
+    mesh = world.mesh["shard"]
+    fully = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        shard_placement_fn=partial(shard_placement, shards=mesh.size()),
+        ignored_params={p for p in model.parameters() if _needs_no_copy(p, world, policy)},
+    )
+    layers = decoder_layers(model)
+    for layer in reversed(layers):  # inner layers before those around them
+        fully(layer)
+        always_give_gradients(layer)
+    fully(model)
+    gather_ahead(model, layers)
+    for group in groups_of(model):
+        group.reduce_in(world.meshes.for_reductions, DTYPES[world.layout.gradient_dtype])
+    for module in (*layers, model) if world.layout.replicate > 1 else ():
+        _average_over_stage(module, world.layout.shards, world)
+
+
+def _needs_no_copy(parameter: nn.Parameter, world: World, policy: MixedPrecisionPolicy) -> bool:
+    """Return whether a rank computes with a weight as it stores it.
+
+    FSDP2 would copy it all the same, and hold it twice. The gradient of a trained one then is
+    autograd's alone, which sums micro-batches in the weight's dtype and sends nothing.
+    """
+    layout = world.layout
+    if layout.shards > 1 or parameter.dtype != policy.param_dtype:
+        return False
+    is_autograds = layout.stage_ranks == 1 and parameter.dtype == policy.reduce_dtype
+    return not parameter.requires_grad or (is_autograds and not layout.offloads)
+
+
+def _shard_experts(
+    model: PreTrainedModel, mesh: DeviceMesh, world: World, policy: MixedPrecisionPolicy
+) -> None:
+    """Spread the experts over `expert`, and apply FSDP2 to each rank's over `expert_shard`."""
+    copies = mesh["expert_shard"].size()
+    for experts in spread_experts(model, mesh["expert"], world.progress):
+        fully_shard(
+            experts,
+            mesh=mesh["expert_shard"],
+            # As without a group of their own: the router's weights stay in float32.
+            mp_policy=replace(policy, cast_forward_inputs=False),
+            shard_placement_fn=partial(shard_placement, shards=copies),
+        )
+        _average_over_stage(experts, copies, world)
+
+
+def _average_over_stage(module: Any, shards: int, world: World) -> None:
+    """Divide a module's gradients by the ranks of the stage, more than the `shards` of its group.
+
+    Those of other replicas are added later, and all ranks' tokens have reached spread experts.
+    """
+    module.set_gradient_divide_factor(world.layout.stage_ranks)
+    # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by themselves,
+    # and would twice.
+    module.set_force_sum_reduction_for_comms(shards > 1)
+
+
+def require_whole_blocks(model: PreTrainedModel, optimizer: str) -> None:
+    """Check that no rank's part of a weight begins or ends within a block that shares a scale.
+
+    Raises:
+        UserError: with the name of a weight of which the last dimension is split so.
+    """
+    for name, parameter in model.named_parameters():
+        width = to_local(parameter).shape[-1]
+        if parameter.dim() >= 2 and width < parameter.shape[-1] and width % SCALE_BLOCK:
+            raise UserError(
+                f"optimizer.name={optimizer}: {name} is divided into parts of {width} columns, "
+                f"which cut its blocks of {SCALE_BLOCK} with one scale - use parallel.expert, so "
+                "that whole experts are spread, parallel.replicate, so that fewer ranks share a "
+                "copy, or optimizer.name=adamw"
+            )
+
+
+def always_give_gradients(layer: nn.Module) -> None:
+    """Make every backward through the layer give what some rows do not use a gradient: zero.
+
+    LongCat's and Zaya's tokens may all go to experts without parameters, and DeepSeek V4 compresses
+    no keys of short rows. A rank with fewer gradients than the others reduces less than they do,
+    and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients
+    for parameters that have none on any rank, such as DeepSeek's indexers, and weight decay would
+    shrink those. Spread experts always have one, and may be reduced before the layer.
+    """
+
+    def sometimes_unused() -> Iterator[nn.Parameter]:
+        for name, parameter in layer.named_parameters():
+            of_experts = is_stack(parameter) and not is_spread(parameter)
+            if of_experts or (".compressor." in name and ".indexer." not in name):
+                yield parameter
+
+    def fill(_: torch.Tensor) -> None:
+        for parameter in sometimes_unused():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                # Its gradient is complete after those of the experts, and before FSDP2 reduces the
+                # layer's.
+                argument.register_hook(fill)
+
+    if next(sometimes_unused(), None) is not None:
+        layer.register_forward_pre_hook(watch)
