@@ -30,28 +30,31 @@ with without_collecting():  # else each start takes a second longer
     from shardtune.log import logger
     from shardtune.metrics_schema import SaveEntry
     from shardtune.planner.run_plan import RunPlan
-    from shardtune.training import optim, setup
+    from shardtune.training import optim
     from shardtune.training.build_context import build_train_context
     from shardtune.training.context import TrainContext
-    from shardtune.training.evaluate import evaluate
+    from shardtune.training.data_and_schedule import make_schedule, read_data
+    from shardtune.training.evaluate import evaluate, find_pending_evaluation
     from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
     from shardtune.training.observers.metrics import StepStats, all_gather_step_stats
     from shardtune.training.observers.observer import StepEnded
     from shardtune.training.out_of_memory import step_fits, weights_fit
     from shardtune.training.prefetch import prefetch
+    from shardtune.training.read_model import read_model_files
+    from shardtune.training.run import open_run
+    from shardtune.training.start_log import describe_start, start_logging
 
 
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
     world = join_world(config)
-    setup.start_logging(config, world)
-    setup.require_same_config(config, world)
-    run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from
-    model_config, assets = setup.read_model_files(run)
+    start_logging(config, world)
+    run = open_run(config, world)  # its directory, and the checkpoint that it resumes from
+    model_config, assets = read_model_files(run)
     plan = RunPlan(run, model_config)  # made while data is tokenized
-    data = setup.read_data(run, model_config)
-    schedule = setup.make_schedule(run, data)
-    pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
+    data = read_data(run, model_config)
+    schedule = make_schedule(run, data)
+    pending_evaluation = find_pending_evaluation(run, data, schedule)
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
         last_checkpoint = run.resumed
         clear_leftovers(run.directory, run.resumed, world)
@@ -82,9 +85,7 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
         Preempted: a signal has stopped the run, and its last step is saved.
     """
     config, schedule, observers = context.run.config, context.schedule, context.observers
-    context.metrics.write(
-        setup.describe_start(context.run, context.data, schedule, context.row_cost)
-    )
+    context.metrics.write(describe_start(context.run, context.data, schedule, context.row_cost))
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()

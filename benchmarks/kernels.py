@@ -219,7 +219,7 @@ def measure(options: Namespace) -> StepCount:
         "norm and clip": extrapolated["norm and clip"],
         "step": step,
     }
-    return StepCount(parts, (plan.step_flops or 0) / machine.ranks, plan.bubble, trace[:2])
+    return StepCount(parts, (plan.step_flops or 0) / machine.ranks, plan.layout.bubble, trace[:2])
 
 
 def _policy(plan: Plan, kinds: Sequence[Hashable], layers: int) -> ReshardPolicy:

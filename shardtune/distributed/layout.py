@@ -232,6 +232,14 @@ class Layout:
             problems.append(f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}")
         return problems or [*filter(None, [self.split_stage(nodes_of_ranks)])]
 
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a stage has no micro-batch.
+
+        All stages take as long (arXiv 2006.09503, section 2.2).
+        """
+        return (self.stages - 1) / (self.micro_batches + self.stages - 1)
+
     def split_stage(self, nodes_of_ranks: Sequence[int]) -> str:
         """Return why a stage is across a part of two nodes, or an empty text.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar, cast
@@ -113,6 +114,23 @@ class World:
         # All ranks are in this round, so all have read the round before.
         delete_value(self.store, f"gather/{number - 1}/{self.rank}")
         return [get_value(self.store, key) for key in keys]
+
+    def require_same(self, values: Mapping[str, Any], remedy: str) -> None:
+        """Refuse JSON-able values that are not node 0's, with both: collective.
+
+        Raises:
+            UserError: on every rank.
+        """
+        (node0, expected), *others = self.all_gather_json([self.node_name, dict(values)])
+        problems = [
+            f"{name} is {json.dumps(expected[name])} on {node0} and {json.dumps(value)} on {node}"
+            f" - {remedy}"
+            for node, different in others
+            for name, value in sorted(different.items())
+            if value != expected[name]
+        ]
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
 
     def limit_steps(self, timeout_s: float) -> None:
         """Limit each step to this time from now on; the first one may set things up for longer."""

@@ -33,7 +33,6 @@ from shardtune.planner.simulation.peaks import bounded_memory, step_memory
 from shardtune.planner.simulation.simulate import Measured, Step, fake_world
 from shardtune.planner.simulation.tracker import Collective, Peak
 from shardtune.training.optim import build_optimizer
-from shardtune.training.pipeline import idle_share
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.reshard import (
     KeptBytes,
@@ -83,11 +82,6 @@ class Estimate:
         return self.layout.rows_per_step * self.layout.max_length
 
     @property
-    def bubble(self) -> float:
-        """The share of a step in which a stage has no work."""
-        return idle_share(self.layout.stages, self.layout.micro_batches)
-
-    @property
     def received(self) -> tuple[dict[str, float], dict[str, float]]:
         """The bytes that a node gets from the others in a step, and a rank in its node.
 
@@ -120,7 +114,7 @@ class Estimate:
             # Full checkpointing runs each layer's forward, a third of the rest, once more.
             again = 4 / 3 if self.layout.keeps_inputs_alone else 1
             seconds = again * self.step_flops / (machine.ranks * machine.flops_per_s)
-            floors["arithmetic"] = seconds / (1 - self.bubble)
+            floors["arithmetic"] = seconds / (1 - self.layout.bubble)
         return floors
 
     @property
@@ -186,7 +180,7 @@ class Plan(Estimate):
     @property
     def eager_s(self) -> float | None:
         """About the seconds of a step on one kind of GPU, whose kernels move what they move."""
-        return None if self.kernels_s is None else self.kernels_s / (1 - self.bubble)
+        return None if self.kernels_s is None else self.kernels_s / (1 - self.layout.bubble)
 
 
 def make_plan(

@@ -42,8 +42,9 @@ from shardtune.planner.command.verdict import lacking, verdict
 from shardtune.planner.plan import Plan, bound_plan, make_plan
 from shardtune.planner.search import Search, as_arguments, launch_command
 from shardtune.planner.simulation.extrapolate import Simulations
-from shardtune.training.context import Planned, Run
+from shardtune.training.context import Planned
 from shardtune.training.observers.metrics import Metrics, peak_memory_bytes, read_entries
+from shardtune.training.run import Run
 from shardtune.units import gb
 
 _BOUND_SUFFICES = 0.1  # of the memory

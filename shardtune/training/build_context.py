@@ -29,8 +29,8 @@ from shardtune.model.flops import cost_of
 from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
 from shardtune.run_files import METRICS
-from shardtune.training import optim, setup
-from shardtune.training.context import Planned, Run, TrainContext
+from shardtune.training import optim
+from shardtune.training.context import Planned, TrainContext
 from shardtune.training.observers.expert_balance import ExpertBalance
 from shardtune.training.observers.loss_spikes import LossSpikes
 from shardtune.training.observers.metrics import Metrics, read_entries
@@ -40,6 +40,8 @@ from shardtune.training.observers.step_log import StepLog
 from shardtune.training.observers.stragglers import Stragglers
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.pipeline import Stage
+from shardtune.training.run import Run, saved_reshard_policy, state_of_run
+from shardtune.training.start_log import log_model
 from shardtune.training.states import reshard
 from shardtune.training.states.host_states import HostStates
 from shardtune.training.states.replica_shards import OwnedParameters
@@ -64,8 +66,8 @@ def build_train_context(
     states = model, owned, host, optimizer = build_states(config, model_config, world)
     whole = build.whole_on_meta(config, model_config, world)
     n_bytes = state_bytes(model, optimizer, world.layout)
-    setup.log_model(whole, config, n_bytes, world)
-    saved = setup.saved_reshard_policy(run)
+    log_model(whole, config, n_bytes, world)
+    saved = saved_reshard_policy(run)
     policy = reshard.choose_reshard_policy(
         model, n_bytes, saved, world, planned.kept_groups[world.stage]
     )
@@ -101,11 +103,17 @@ def build_train_context(
             StepLog(metrics, whole, schedule.total_steps, planned.device_peak, world.size, saver),
             LossSpikes(run.config),
             expert_balance,
-            StepProfiler(run, metrics, schedule),
+            StepProfiler(
+                run.directory.path / "profile",
+                config.logging.profile_steps,
+                metrics,
+                schedule,
+                world,
+            ),
         ],
         saver=saver,
         best=best,
-        run_state=setup.state_of_run(run, model_config, assets, data, policy),
+        run_state=state_of_run(run, model_config, assets, data, policy),
     )
 
 

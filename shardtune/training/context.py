@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardtune.checkpoint import Checkpoint, Saver
+from shardtune.checkpoint import Saver
 from shardtune.checkpoint.export.best import Best
-from shardtune.checkpoint.run_dir import RunDir
-from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Schedule
-from shardtune.distributed.world import World
 from shardtune.model.flops import DevicePeak
-from shardtune.run_files import METRICS
 from shardtune.training.observers.expert_balance import ExpertBalance
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepObserver
 from shardtune.training.pipeline import Stage
+from shardtune.training.run import Run
 from shardtune.training.states.host_states import HostStates
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.reshard import ReshardPolicy
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run: its configuration, its processes, its directory and where it begins."""
-
-    config: Config
-    world: World
-    directory: RunDir
-    resumed: Checkpoint | None
-    date: datetime.date  # of its first start, for chat templates that print it
-
-    @property
-    def resumed_step(self) -> int | None:
-        return self.resumed.step if self.resumed else None
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.directory.path / METRICS
 
 
 class Planned(NamedTuple):

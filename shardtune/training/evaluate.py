@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from shardtune.data.batch import build_batch
-from shardtune.data.dataset import TokenDataset
+from shardtune.data.dataset import PreparedData, TokenDataset
 from shardtune.data.order import lay_out_rows
-from shardtune.data.schedule import assign_rows
+from shardtune.data.schedule import Schedule, assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
 from shardtune.log import logger
@@ -18,6 +19,8 @@ from shardtune.metrics_schema import EvalEntry
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.training.context import TrainContext
 from shardtune.training.garbage_collection import micro_batch_ended
+from shardtune.training.observers.metrics import read_entries
+from shardtune.training.run import Run
 
 
 def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) -> bool:
@@ -90,3 +93,24 @@ def _nll_sum(
     with world.progress.waiting():
         dist.all_reduce(nll_sum)
     return nll_sum
+
+
+def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) -> int | None:
+    """Return the step whose evaluation comes before the first step, if there is one.
+
+    That is step 0, the baseline, or the step of the checkpoint where a signal cut its evaluation
+    short: it is due, and metrics.jsonl has the step and not the evaluation.
+    """
+    config, resumed = run.config.eval, run.resumed
+    if not data.eval:
+        return None
+    if resumed is None:
+        return 0 if config.baseline else None
+    is_leader = run.directory.is_leader(run.world)
+    entries = read_entries(run.metrics_file, resumed.step) if is_leader else ()
+    here = [entry["kind"] for entry, _ in entries if entry["step"] == resumed.step]
+    kinds = set(chain(*run.world.all_gather_json(here)))  # another disk may have been node 0's
+    is_missing = "step" in kinds and "eval" not in kinds
+    return (
+        resumed.step if is_missing and schedule.is_due(resumed.step, config.every_steps) else None
+    )

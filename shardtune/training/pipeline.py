@@ -29,14 +29,6 @@ from shardtune.training.states.replica_shards import OwnedParameters
 _MOST_SENT = 2  # hidden states of an evaluation that have not arrived
 
 
-def idle_share(stages: int, micro_batches: int) -> float:
-    """Return the share of a step in which a stage has no micro-batch.
-
-    All stages take as long (arXiv 2006.09503, section 2.2).
-    """
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 class Stage:
     """This rank's layers, and the ranks that it receives from and sends to."""
 

@@ -26,7 +26,7 @@ def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments():
 def test_the_shipped_configuration_does_what_it_is_for():
     plan = plan_of("--gpu-memory 80")
     received = plan.floors_s["between nodes"] * plan.machine.node_bytes_per_s / 1e9
-    assert plan.fits and plan.bubble == 0.2
+    assert plan.fits and plan.layout.bubble == 0.2
     assert received <= 3 and plan.floor_s <= 2 and plan.needed_bytes <= 62e9
 
 

@@ -23,7 +23,7 @@ from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training import optim
-from shardtune.training.setup import start_logging
+from shardtune.training.start_log import start_logging
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 

@@ -23,7 +23,7 @@ from shardtune.config_io import (
     write_config,
 )
 from shardtune.errors import UserError
-from shardtune.training.setup import saved_reshard_policy
+from shardtune.training.run import saved_reshard_policy
 from shardtune.training.states.reshard import ReshardPolicy
 
 SHIPPED = REPOSITORY / "config.yaml"

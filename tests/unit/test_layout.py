@@ -20,8 +20,8 @@ DECIDED = {
 }
 READERS = {"config.py", "config_io.py", "config_schema.py", "distributed/layout.py"}
 SAID = {  # what a user asked for, in words
-    ("training/setup.py", "config.optimizer.offload"),
-    ("training/setup.py", "config.model.compute_dtype"),
+    ("training/start_log.py", "config.optimizer.offload"),
+    ("training/data_and_schedule.py", "config.model.compute_dtype"),
     ("model/source/config_json.py", "config.parallel"),  # without a device
     ("cluster/node_info.py", "config.parallel"),
     ("planner/command/team_table.py", "config.model.activation_checkpointing"),

@@ -47,7 +47,7 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""
-    bubble = f" (a bubble of {plan.bubble:.0%} in it)" if plan.bubble else ""
+    bubble = f" (a bubble of {plan.layout.bubble:.0%} in it)" if plan.layout.bubble else ""
     floors = ", ".join(
         f"{seconds:.3g} s {part}{bubble if part == 'arithmetic' else ''}"
         for part, seconds in plan.floors_s.items()
@@ -169,7 +169,7 @@ def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Itera
         yield from table(["change", "peak, GB", "step, s at least", "price"], rows)
     if changes or plan.fits:
         best = [*changes, plan][0]
-        bubble = f", {best.bubble:.0%} of them a bubble," if best.bubble else ""
+        bubble = f", {best.layout.bubble:.0%} of them a bubble," if best.layout.bubble else ""
         yield (
             f"The fastest mesh that fits takes at least {best.floor_s:.3g} s a step{bubble} and "
             f"{gb(best.peak_bytes)} GB: {command}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardtune.data.schedule import Schedule
+from shardtune.distributed.world import World
 from shardtune.errors import first_line
 from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import ProfileEntry
-from shardtune.training.context import Run
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepEnded, StepObserver
 
@@ -22,18 +24,25 @@ _MOST_STEPS = 10  # more would fill the host's memory
 class StepProfiler(StepObserver):
     """Profiles the steps from the first to the last of `logging.profile_steps`.
 
-    Each rank writes into `profile/` of the run's directory: a Chrome trace, a table of its most
+    Each rank writes into `folder`: a Chrome trace, a table of its most
     expensive operators and, on a GPU, what its memory was taken by.
     """
 
-    def __init__(self, run: Run, metrics: Metrics, schedule: Schedule) -> None:
-        self._metrics, self._world = metrics, run.world
-        self._folder = run.directory.path / "profile"
-        first, last = run.config.logging.profile_steps or (0, 0)
+    def __init__(
+        self,
+        folder: Path,
+        steps: Sequence[int] | None,
+        metrics: Metrics,
+        schedule: Schedule,
+        world: World,
+    ) -> None:
+        self._metrics, self._world = metrics, world
+        self._folder = folder
+        first, last = steps or (0, 0)
         self._steps = range(
             max(first, schedule.start.step + 1), min(last, schedule.total_steps) + 1
         )
-        if run.config.logging.profile_steps and not self._steps:
+        if steps and not self._steps:
             left = f"{schedule.start.step + 1} to {schedule.total_steps}"
             logger.info(
                 f"logging.profile_steps = [{first}, {last}] has no effect: steps {left} are left"
@@ -41,7 +50,7 @@ class StepProfiler(StepObserver):
         if len(self._steps) > _MOST_STEPS:
             self._steps = self._steps[:_MOST_STEPS]
             logger.info(f"Profile: the first {_MOST_STEPS} steps alone, up to {self._steps[-1]}")
-        self._is_gpu = run.world.device.type == "cuda"
+        self._is_gpu = world.device.type == "cuda"
         self._profile: profile | None = None
         self._last_profiled = 0  # where the profile has ended
         self._seconds = Counter[str]()

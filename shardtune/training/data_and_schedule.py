@@ -1,0 +1,128 @@
+"""The data of a run, and the steps that it is divided into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from shardtune.checkpoint import resume_rules
+from shardtune.config import Config
+from shardtune.data import dataset
+from shardtune.data.dataset import PreparedData
+from shardtune.data.schedule import Position, Schedule, source_weights
+from shardtune.distributed.world import World
+from shardtune.errors import UserError, counted
+from shardtune.log import logger
+from shardtune.training.optim import learning_rate, warmup_steps
+from shardtune.training.run import Run
+
+
+def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
+    """Tokenize the data, or open its cache.
+
+    Refuses broken data, and other data or another model than another node or the checkpoint has.
+    """
+    config, world, resumed = run.config, run.world, run.resumed
+    path = config.model.path
+    encoder = world.run_on_all_ranks(lambda: dataset.build_encoder(path, config.data, run.date))
+    folder = world.on_local_rank0(lambda: str(dataset.prepare_data(config.data, encoder)))
+    data = dataset.open_prepared(Path(folder))
+    vocabulary = model_config.get_text_config().vocab_size
+    world.run_on_all_ranks(lambda: data.require_vocabulary(encoder.tokenizer, vocabulary))
+    remedy = "copy the same data, model and code to every node"
+    world.require_same({"the digest of the tokenized data": data.key}, remedy)
+    if resumed:
+        resume_rules.require_same_data(resumed, data.key)
+        resume_rules.require_same_model(resumed, model_config)
+    return data
+
+
+def make_schedule(run: Run, data: PreparedData) -> Schedule:
+    """Lay out all steps that are left, and log every number that follows from the configuration.
+
+    Refuses an epoch with fewer rows than the run has ranks.
+    """
+    config, world, train = run.config, run.world, run.config.train
+    state = run.resumed.state if run.resumed else vars(Position())
+    schedule = Schedule(
+        data.train,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        seed=config.run.seed,
+        rows_per_step=world.layout.rows_per_step,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        start=Position(state["step"], state["epoch"], state["row"]),
+        weights=source_weights(config.data),
+    )
+    if schedule.rows_per_epoch < world.layout.data_ranks:
+        raise UserError(
+            f"an epoch has {counted(schedule.rows_per_epoch, 'row')} and the run "
+            f"{counted(world.layout.data_ranks, 'data rank')} - add data or weight, lower "
+            "data.max_length, set data.packing=false, use fewer ranks, or let more of them share "
+            "each row (parallel.context)"
+        )
+    for line in (*data.lines, *_describe_schedule(config, data, schedule, world)):
+        logger.info(line)
+    return schedule
+
+
+def _describe_schedule(
+    config: Config, data: PreparedData, schedule: Schedule, world: World
+) -> Iterator[str]:
+    """Yield a line for each number that the configuration and the data give, with its formula."""
+    layout, scheduler = world.layout, config.scheduler
+    total, rows = schedule.total_steps, schedule.rows_per_epoch
+    yield from describe_sources(config, data, schedule)
+    if not data.eval:
+        yield "Evaluation is skipped: neither data.eval nor data.eval_fraction names any data"
+    yield (
+        f"Precision: {layout.compute_dtype} in forward and backward "
+        f"(model.compute_dtype={config.model.compute_dtype}), {layout.master_dtype} weights and "
+        f"updates, gradients reduced in {layout.reduce_dtype}"
+    )
+    tokens = schedule.sum_by_source(data.train.lengths).sum()
+    fill = tokens / (rows * config.data.max_length)
+    yield (f"Rows per epoch: {rows} of up to {config.data.max_length} tokens, {fill:.1%} full")
+    if config.data.packing:
+        unpacked = -(-len(schedule.first_epoch) // schedule.rows_per_step)
+        yield (
+            f"Packing: rows hold {schedule.records_per_row:.1f} records, so a step trains as many "
+            f"as {unpacked / schedule.steps_per_epoch:.1f} steps with data.packing=false: "
+            f"{schedule.steps_per_epoch} steps an epoch instead of {unpacked}"
+        )
+    last_lr = learning_rate(total, total, config.optimizer.lr, scheduler)
+    yield (
+        f"Learning rate: rises to {config.optimizer.lr:g} until step "
+        f"{warmup_steps(total, scheduler)} ({scheduler.warmup_ratio:g} x {total}, rounded up), "
+        f"then {scheduler.name}: {last_lr:.3g} at step {total}"
+    )
+    yield (
+        f"Effective batch size: {layout.micro_batch_size} (micro-batch) x "
+        f"{layout.micro_batches} (accumulation) x {layout.data_ranks} "
+        f"({'ranks' if layout.data_ranks == layout.ranks else 'data ranks'}) = "
+        f"{schedule.rows_per_step}"
+    )
+    yield (
+        f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {total} | "
+        f"Records: {schedule.sum_by_source(data.train.begins_record).sum()} | "
+        f"Trained tokens: {schedule.sum_by_source(data.train.trained_counts).sum()}"
+    )
+
+
+def describe_sources(config: Config, data: PreparedData, schedule: Schedule) -> Iterator[str]:
+    """Yield a line for each source of a list: its records and trained tokens in the first epoch."""
+    if isinstance(config.data.train, str):
+        return
+    in_data = np.bincount(data.train.source[data.train.begins_record])
+    records = schedule.sum_by_source(data.train.begins_record)
+    trained = schedule.sum_by_source(data.train.trained_counts)
+    for i, source in enumerate(config.data.train):
+        yield (
+            f"Source {source.label}: {in_data[i]} records | Weight: {source.weight:g} | "
+            f"Records per epoch: {records[i]} ({records[i] / records.sum():.1%}) | "
+            f"Trained tokens per epoch: {trained[i]} ({trained[i] / trained.sum():.1%})"
+        )

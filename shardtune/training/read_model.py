@@ -1,0 +1,103 @@
+"""Read the files of a model, but its weights, and refuse a model that cannot be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from shardtune.checkpoint import resume_rules
+from shardtune.checkpoint.assets import SOURCE, links_out_of, list_source, model_assets
+from shardtune.checkpoint.export.model_files import require_exportable, require_index
+from shardtune.config import Config
+from shardtune.data import dataset
+from shardtune.data.dataset import read_chat_template
+from shardtune.distributed.progress import Phase
+from shardtune.distributed.world import World
+from shardtune.errors import all_of
+from shardtune.log import logger
+from shardtune.model.build import require_trainable
+from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.source.files import fetch_weights, model_folder, read_model_config
+from shardtune.model.source.quantised import describe_quantised
+from shardtune.model.source.text_model import describe_type
+from shardtune.model.source.weight_files import weights_digest
+from shardtune.model.stages import require_composable
+from shardtune.training.observers.sinks import require_packages
+from shardtune.training.out_of_memory import weights_fit
+from shardtune.training.run import Run
+
+
+def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
+    """Read the model's configuration, fetch its weights, and read the files beside them.
+
+    No weight is read. Refuses a model that cannot be trained as configured, before its weights are
+    fetched, or exported, data that is missing, and two revisions of the model.
+    """
+    config, world = run.config, run.world
+    world.progress.enter(Phase.PREPARING_DATA)
+    with weights_fit(world.layout):
+        model_config, *_ = world.run_on_all_ranks(
+            lambda: all_of(
+                lambda: _read_trainable(config, world),
+                lambda: dataset.find_sources(config.data) if world.is_node_main else None,
+                lambda: require_packages(config.logging) if world.is_main else None,
+            )
+        )
+        world.on_rank0(lambda: require_documents_apart(world.layout, model_config))
+        world.on_rank0(lambda: require_composable(world.layout, model_config))
+    revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
+    what = f"the hub's revision of model.path={config.model.path}"
+    world.require_same({what: revision}, "fetch one revision, or name a directory")
+    assets = world.run_on_all_ranks(lambda: _read_assets(config))
+    folder = _folder_of(config.model.path)
+    for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
+        logger.info(note)
+    for link in links_out_of(folder):
+        logger.warning(
+            f"{link} leads out of its folder, to {link.resolve()}, and is not copied into exported "
+            "models - put the file itself there if it belongs to the model"
+        )
+    if config.model.init == "pretrained":
+        # Every disk has a copy, and they must be alike.
+        source = world.on_rank0(lambda: list_source(config.model.path))
+        if run.world.layout.is_lora:
+            source["weights"] = _identify_frozen(run)
+        assets[SOURCE] = json.dumps(source).encode()
+        world.on_rank0(lambda: require_exportable(assets, folder))
+    return model_config, assets
+
+
+def _read_assets(config: Config) -> dict[str, bytes]:
+    """Return the files beside the weights; `data.chat_template` in place of the model's."""
+    assets = model_assets(_folder_of(config.model.path))
+    if config.data.chat_template:
+        assets["chat_template.jinja"] = read_chat_template(config.data.chat_template).encode()
+    return assets
+
+
+def _read_trainable(config: Config, world: World) -> PretrainedConfig:
+    model_config = read_model_config(config.model, config.data.max_length)
+    require_trainable(config, model_config, world)
+    return model_config
+
+
+def _folder_of(path: str) -> Path:
+    folder = model_folder(path)
+    assert folder, path  # its config.json was read
+    return folder
+
+
+def _identify_frozen(run: Run) -> str:
+    """Return the digest of the weights that adapters leave as they are.
+
+    Refuses other weights than another node or the checkpoint has.
+    """
+    world, path = run.world, run.config.model.path
+    digest = world.on_local_rank0(lambda: weights_digest(_folder_of(path)))
+    what = f"the digest of the weights in model.path={path}"
+    world.require_same({what: digest}, "copy the same files to every node")
+    if run.resumed:
+        resume_rules.require_same_weights(run.resumed, digest)
+    return digest

@@ -1,0 +1,88 @@
+"""A run: its configuration, its processes, its directory and where it begins."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from shardtune.checkpoint import Checkpoint, agree_on_checkpoint, resume_rules
+from shardtune.checkpoint.assets import SOURCE
+from shardtune.checkpoint.run_dir import RunDir, open_run_dir
+from shardtune.config import Config
+from shardtune.config_io import changed_keys, shared_settings, to_dict
+from shardtune.data.dataset import PreparedData
+from shardtune.distributed.world import World
+from shardtune.run_files import METRICS
+from shardtune.training.states.reshard import ReshardPolicy
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its configuration, its processes, its directory and where it begins."""
+
+    config: Config
+    world: World
+    directory: RunDir
+    resumed: Checkpoint | None
+    date: datetime.date  # of its first start, for chat templates that print it
+
+    @property
+    def resumed_step(self) -> int | None:
+        return self.resumed.step if self.resumed else None
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.directory.path / METRICS
+
+
+def open_run(config: Config, world: World) -> Run:
+    """Lock the run's directory, and choose the checkpoint to resume from.
+
+    Refuses a node with another configuration than node 0, a directory in use, and a setting that
+    must not change.
+    """
+    world.require_same(shared_settings(config), "start every node with the same configuration")
+    directory = open_run_dir(Path(config.run.dir), world)
+    require_settings = partial(resume_rules.require_allowed_settings, config=config)
+    resumed = agree_on_checkpoint(directory, config.run.resume, world, require_settings)
+    if resumed:
+        resume_rules.log_changes(resumed, config, world)
+    today = datetime.date.today().isoformat()
+    date = world.on_rank0(lambda: resumed.state["date"] if resumed else today)
+    return Run(config, world, directory, resumed, datetime.date.fromisoformat(date))
+
+
+def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
+    """Return the resumed run's decision, or None where it had other ranks or another mesh."""
+    resumed = run.resumed
+    if resumed is None or resumed.world_size != run.world.size:
+        return None
+    changed = changed_keys(resumed.state["config"], run.config)
+    is_alike = not any(key.startswith("parallel.") for key, *_ in changed)
+    return ReshardPolicy(*resumed.state["residency"]) if is_alike else None
+
+
+def state_of_run(
+    run: Run,
+    model_config: PretrainedConfig,
+    assets: Mapping[str, bytes],
+    data: PreparedData,
+    reshard: ReshardPolicy,
+) -> dict[str, Any]:
+    """Return the state that each checkpoint of the run holds beside its tensors and position."""
+    frozen = json.loads(assets.get(SOURCE, b"{}")).get("weights")
+    return {
+        "date": run.date.isoformat(),
+        "data": data.key,
+        "config": to_dict(run.config),
+        "model": resume_rules.model_settings(model_config),
+        **({"weights": frozen} if frozen else {}),
+        "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
+    }

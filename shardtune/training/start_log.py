@@ -1,0 +1,123 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from importlib.metadata import version
+
+import torch
+from transformers import PreTrainedModel
+
+from shardtune.checkpoint import resume_rules
+from shardtune.config import Config
+from shardtune.config_io import remarks
+from shardtune.data.dataset import PreparedData
+from shardtune.data.schedule import Cost, Schedule
+from shardtune.distributed.join import describe
+from shardtune.distributed.layout import Layout
+from shardtune.distributed.older_torch import untried_versions
+from shardtune.distributed.world import World
+from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
+from shardtune.metrics_schema import Change, StartEntry
+from shardtune.model.lora import describe_adapters
+from shardtune.model.stages import layers_of_stages
+from shardtune.model.support import router_noise
+from shardtune.training.data_and_schedule import describe_sources
+from shardtune.training.run import Run
+from shardtune.training.states.state_bytes import StateBytes
+from shardtune.units import gb
+
+# Of each stage: from here on the bubble hardly counts (GPipe, arXiv 1811.06965).
+_ENOUGH_MICRO_BATCHES = 4
+
+
+def start_logging(config: Config, world: World) -> None:
+    """Log the `Training Configuration:` block, what GPUs have in use before the run has allocated
+    anything, and every setting that has no effect."""
+    setup_logging(world.is_main, world.is_node_main)
+    quiet_libraries(world.is_main)
+    node_logger.info(describe(world))
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        beside = max(world.all_gather_json(total - free - torch.cuda.memory_reserved(world.device)))
+        ranks = f", the most of {world.size} ranks" if world.size > 1 else ""
+        logger.info(
+            f"GPU memory: {gb(beside, 2)} GB in use beside PyTorch's (CUDA's context, NCCL, "
+            f"other processes{ranks})"
+        )
+    for remark in (*untried_versions(), *remarks(config)):
+        logger.info(remark)
+    if config.optimizer.offload and not world.layout.is_gpu:
+        logger.info("optimizer.offload=true moves nothing: a CPU has no other memory")
+
+
+def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: Cost) -> StartEntry:
+    """Return the start for `metrics.jsonl`: what the run begins from, with what, and how far."""
+    config, world, resumed = run.config, run.world, run.resumed
+    changes = resume_rules.changes_since(resumed, config, world) if resumed else []
+    return StartEntry(
+        kind="start",
+        step=resumed.step if resumed else 0,
+        total_steps=schedule.total_steps,
+        world_size=world.size,
+        data_ranks=world.layout.data_ranks,
+        micro_batch_size=world.layout.micro_batch_size,
+        gradient_accumulation_steps=world.layout.micro_batches,
+        epoch=schedule.start.epoch,
+        row=schedule.start.row,
+        row_cost=asdict(row_cost),
+        date=run.date.isoformat(),
+        data_key=data.key,
+        device=world.device.type,
+        versions={name: version(name) for name in ("torch", "transformers")},
+        changes=[Change(key=key, old=old, new=new) for key, old, new in changes],
+        data=[*data.lines, *describe_sources(config, data, schedule)],
+    )
+
+
+def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: World) -> None:
+    """Log which weights are trained, by which stages, and the memory that the fullest rank needs.
+
+    Collective. `whole`: the model of all stages. `state`: that of this rank.
+    """
+    for line in describe_adapters(whole, config.lora) if world.layout.is_lora else ():
+        logger.info(line)
+    if noise := router_noise(whole):
+        logger.info(noise)
+    total = sum(p.numel() for p in whole.parameters())
+    states = [StateBytes(**each) for each in world.all_gather_json(asdict(state))]
+    fullest = max(states, key=lambda each: each.total)
+    logger.info(
+        f"Parameters: {total:,} | Per rank: {gb(fullest.total, 2)} GB = "
+        f"{gb(fullest.parameters, 2)} GB weights + {gb(fullest.gradients, 2)} GB gradients + "
+        f"{gb(fullest.optimizer, 2)} GB optimizer"
+    )
+    if fullest.host:
+        logger.info(
+            f"Host memory: {gb(fullest.host, 2)} GB pinned per rank = "
+            f"{gb(fullest.host_masters, 2)} GB masters + "
+            f"{gb(fullest.host_gradients, 2)} GB gradients + "
+            f"{gb(fullest.host_optimizer, 2)} GB optimizer"
+        )
+    if world.layout.checkpointing == "offload":
+        is_cpu = world.device.type == "cpu"
+        where = "in the same memory on a CPU" if is_cpu else "in pinned host memory"
+        logger.info(f"Activation checkpointing: full, with the layers' inputs {where}")
+    if world.layout.stages > 1:
+        logger.info(_describe_stages(layers_of_stages(whole, world.layout.stages), world.layout))
+
+
+def _describe_stages(layers: list[range], layout: Layout) -> str:
+    """Return a line with the layers of each stage, the idle share of a step, and its remedy."""
+    stages, rows, micro_batches = len(layers), layout.micro_batch_size, layout.micro_batches
+    parts = " and ".join(f"{part[0]}-{part[-1]}" for part in layers)
+    line = (
+        f"Stages: {stages}, of layers {parts} | Idle: ({stages} - 1) / ({micro_batches} + {stages} "
+        f"- 1) = {layout.bubble:.0%} of a step (the bubble)"
+    )
+    more = rows * micro_batches if rows > 1 else _ENOUGH_MICRO_BATCHES * stages
+    if micro_batches >= min(more, _ENOUGH_MICRO_BATCHES * stages):
+        return line
+    smaller = "train.micro_batch_size=1 " if rows > 1 else ""
+    less = f"{replace(layout, micro_batches=more).bubble:.0%}"
+    return f"{line} - {smaller}train.gradient_accumulation_steps={more} makes it {less}"
