@@ -28,7 +28,6 @@ with without_collecting():  # else each start takes a second longer
     from shardtune.distributed.signals import StopRequest, end_on_signal
     from shardtune.errors import AGAIN, Preempted
     from shardtune.log import logger
-    from shardtune.metrics_schema import SaveEntry
     from shardtune.planner.run_plan import RunPlan
     from shardtune.training import optim
     from shardtune.training.build_context import build_train_context
@@ -198,22 +197,10 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
 def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
     context.run.world.progress.enter(Phase.SAVING)
-
-    def ended(seconds: float, stall_seconds: float, problem: str | None) -> None:
-        context.metrics.write(
-            SaveEntry(
-                kind="save",
-                step=step.number,
-                seconds=seconds,
-                stall_seconds=stall_seconds,
-                problem=problem,
-            )
-        )
-
     kinds = {"kinds": optim.kinds_of_run(context.optimizer, context.run.world)}
     best = {"best": context.best.lowest} if context.best else {}
     state = vars(step.end) | context.run_state | kinds | best
-    context.saver.save(state, context.metrics.sync, ended)
+    context.saver.save(state, context.metrics.sync, context.metrics.write)
 
 
 def preempted(context: TrainContext, step: int, stop: StopRequest) -> Preempted:

@@ -35,6 +35,7 @@ from shardtune.distributed.tensors import dtype_name, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
+from shardtune.metrics_schema import SaveEntry
 
 _STUCK_AFTER_S = 90  # past the deadline; by then every attempt has ended whose disk still answers
 
@@ -52,14 +53,17 @@ class _Work:
     tensors: dict[str, torch.Tensor]
     random: dict[str, torch.Tensor]
     before_write: Callable[[], None]
-    ended: Callable[..., None]
+    ended: Callable[[SaveEntry], None]
     began: float
     stall_s: float | None
 
     def has_ended(self, problem: str | None) -> None:
         seconds = time.perf_counter() - self.began
-        stall_s = seconds if self.stall_s is None else self.stall_s
-        self.ended(seconds=seconds, stall_seconds=stall_s, problem=problem)
+        step, stall_s = self.state["step"], seconds if self.stall_s is None else self.stall_s
+        entry = SaveEntry(
+            kind="save", step=step, seconds=seconds, stall_seconds=stall_s, problem=problem
+        )
+        self.ended(entry)
 
 
 class Saver:
@@ -112,13 +116,12 @@ class Saver:
         self,
         state: dict[str, Any],
         before_write: Callable[[], None] = lambda: None,
-        ended: Callable[..., None] = lambda **_: None,
+        ended: Callable[[SaveEntry], None] = lambda _: None,
     ) -> None:
         """Start `checkpoint_<state["step"]>` after the previous save; with mode `sync`, finish it.
 
         `before_write` makes the files of this rank durable that must not lag behind the checkpoint.
-        `ended` gets the `seconds` that the save took, the `stall_seconds` of them in which training
-        waited, and the `problem` of one that failed: it is logged, and training continues.
+        `ended` gets its line for `metrics.jsonl`. A save that fails is logged; training goes on.
         """
         began = time.perf_counter()
         self._wait()  # for the save before, over whose copies this one writes
