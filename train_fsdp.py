@@ -3,13 +3,14 @@
 
 torchrun --nproc_per_node=N train_fsdp.py [--config FILE] [section.key=value ...]
 
-Every rank runs this script, and every function below is collective: all ranks call it together.
+A run is `main`, its steps are `train`, and one of them is `train_step`.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from enum import Enum, auto
 from pathlib import Path
 
 from shardtune.imports import without_collecting
@@ -45,12 +46,18 @@ with without_collecting():  # else each start takes a second longer
 
 
 def main() -> None:
+    """Prepare a run, train it and write its final model. The order is a contract.
+
+    Every rank runs this script, and every function of it is collective: all ranks call it at the
+    same place, or they wait for each other without end. All refusals come before the weights are
+    read, and quick ones come before slow ones. The plan simulates a step while data is tokenized.
+    """
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
     world = join_world(config)
     start_logging(config, world)
     run = open_run(config, world)  # its directory, and the checkpoint that it resumes from
     model_config, assets = read_model_files(run)
-    plan = RunPlan(run, model_config)  # made while data is tokenized
+    plan = RunPlan(run, model_config)
     data = read_data(run, model_config)
     schedule = make_schedule(run, data)
     pending_evaluation = find_pending_evaluation(run, data, schedule)
@@ -71,6 +78,7 @@ def main() -> None:
             plan.compared(context.metrics),
         ):
             last_checkpoint = train(context, pending_evaluation)
+    # All that was trained is saved: from here on a rank may end without the others.
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
@@ -98,27 +106,48 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
             observer.step_begins(step.number)
         stats = train_step(context, step, micro_batches, stop)
         report(context, step, stats, lr, began)
+        status = evaluate_if_due(context, step, stats, stop)
 
-        # All ranks know `must_stop` from the gather of the loss, so that they leave together. An
-        # evaluation that a signal skips or cuts short is made after the resume.
-        is_evaluated = True
-        if context.data.eval and schedule.is_due(step.number, config.eval.every_steps):
-            is_evaluated = not stats.must_stop and evaluate(context, step.number, stop)
-        must_stop = stats.must_stop or not is_evaluated
-        is_finished = step.number == schedule.total_steps and is_evaluated
-
-        # After the evaluation: a run that is killed between the two repeats the step, and both.
-        if must_stop or schedule.is_due(step.number, config.checkpoint.every_steps):
+        # The save comes after the evaluation: a run that is killed between them repeats the step,
+        # and makes the evaluation again.
+        is_due = schedule.is_due(step.number, config.checkpoint.every_steps)
+        if is_due or status is RunStatus.STOPPED:
             save(context, step)
-        if is_finished or must_stop:  # a thread writes; nothing is said to be saved before it ends
+        if status is not RunStatus.GOES_ON:
+            # A thread writes the checkpoint, and the run may not end before it.
             last_checkpoint = context.saver.finish()
         for observer in observers:
             observer.step_saved()
-        if must_stop and not is_finished:
+        if status is RunStatus.STOPPED:
             raise preempted(context, step.number, stop)
         began = time.perf_counter()  # neither evaluations nor saves are time of a step
     assert last_checkpoint
     return last_checkpoint
+
+
+class RunStatus(Enum):
+    """How a run stands after a step, the same on all ranks."""
+
+    GOES_ON = auto()
+    FINISHED = auto()  # the last step is made and evaluated
+    STOPPED = auto()  # by a signal, and the same command resumes it
+
+
+def evaluate_if_due(
+    context: TrainContext, step: Step, stats: StepStats, stop: StopRequest
+) -> RunStatus:
+    """Evaluate the model after a step if that is due, and decide whether the run goes on.
+
+    An evaluation that a signal skips or cuts short is made by the resumed run. A run whose last
+    step is not evaluated is not finished.
+    """
+    every_steps = context.run.config.eval.every_steps
+    is_due = context.data.eval and context.schedule.is_due(step.number, every_steps)
+    if is_due and (stats.must_stop or not evaluate(context, step.number, stop)):
+        return RunStatus.STOPPED
+    if step.number == context.schedule.total_steps:
+        return RunStatus.FINISHED  # even if a signal came: it has nothing left to stop
+    return RunStatus.STOPPED if stats.must_stop else RunStatus.GOES_ON
 
 
 def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began: float) -> None:
@@ -146,6 +175,8 @@ def train_step(
         RunFailed: the loss or the gradient norm is not finite; the weights are as before.
     """
     nll_sum, squared_gradients = accumulate_gradients(context, step, micro_batches)
+    # A signal reaches each rank at another time, and a rank that left alone would leave the others
+    # waiting. So the wish to stop travels with the loss, and all ranks leave after the same step.
     stats = all_gather_step_stats(
         nll_sum,
         squared_gradients,
@@ -154,6 +185,7 @@ def train_step(
         context.expert_balance.take_counts(),
         context.run.world,
     )
+    # All ranks have the same loss and norm, so all refuse, before a NaN reaches any weight.
     optim.require_finite(context, step.number, stats)
     update_weights(context, stats.grad_norm)
     return stats
@@ -169,13 +201,16 @@ def accumulate_gradients(
     world, model = context.run.world, context.model
     world.progress.enter(Phase.FORWARD_BACKWARD)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    # FSDP averages gradients over ranks; this makes them the sum over ranks per trained token.
+    # A batch's loss is the sum over its tokens, and FSDP averages gradients over ranks. The scale
+    # undoes that average and divides by the trained tokens of the global batch, so that each token
+    # weighs the same, in any micro-batch of any rank.
     scale = world.layout.stage_ranks / max(1, step.trained_tokens)
     for batch, due in context.stage.passes(micro_batches):
         nll_sum += context.stage.forward(batch)
-        # Without stages this is the backward of the same batch, each time. A stage of a pipeline is
-        # forwards ahead: none is due after the first ones, and several are due after the last.
+        # Without stages the backward of this batch is due, and no other. A stage of a pipeline
+        # runs ahead: none is due after its first forwards, and several are due after its last.
         for number in due:
+            # The last backward of a step reduces and frees all that earlier ones have kept.
             context.reshard.before_backward(model, number == len(micro_batches) - 1)
             context.stage.backward(micro_batches[number], scale)
             micro_batch_ended()
@@ -200,6 +235,7 @@ def save(context: TrainContext, step: Step) -> None:
     kinds = {"kinds": optim.kinds_of_run(context.optimizer, context.run.world)}
     best = {"best": context.best.lowest} if context.best else {}
     state = vars(step.end) | context.run_state | kinds | best
+    # The metrics reach the disk first: a run that resumes from here has the lines of its steps.
     context.saver.save(state, context.metrics.sync, context.metrics.write)
 
 
