@@ -69,8 +69,10 @@ def main() -> None:
             "Nothing is left to train."
         )
     else:
-        plan.require_fit(schedule.total_steps)
-        context = build_train_context(run, model_config, data, assets, schedule, plan.decided)
+        prediction = plan.require_fit(schedule.total_steps)
+        context = build_train_context(
+            run, model_config, data, assets, schedule, prediction, plan.device_peak
+        )
         with (
             context.metrics,
             collected_by_micro_batch(),

@@ -25,7 +25,8 @@ from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model.source.files import read_model_config
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 
 RATE_BITS_PER_S = 250_000_000  # so that the cable bounds a step of so small a model
 SLOW_BITS_PER_S = 40_000_000

@@ -27,12 +27,13 @@ from shardtune.log import quiet_libraries
 from shardtune.model.build import whole_on_meta
 from shardtune.model.source.files import read_model_config
 from shardtune.model.stages import layers_of_stages
+from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.arithmetic.roofline import GPUS, Gpu, launched, moved_bytes, seconds
 from shardtune.planner.command.options import add_arguments
 from shardtune.planner.command.plan_command import machine_of
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import cuts, layer_kinds, with_layers
-from shardtune.planner.simulation.kernel_costs import Kernel, Kind
 from shardtune.planner.simulation.simulate import fake_world
 from shardtune.training.states.reshard import ReshardPolicy
 from tests.pretend_gpu.count import counted

@@ -26,7 +26,8 @@ from shardtune.planner.command.plan_command import machine_of
 from shardtune.planner.command.team_table import print_team_table
 from shardtune.planner.command.text import describe
 from shardtune.planner.command.verdict import verdict
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 from shardtune.planner.status_lines import silent
 
 PAGE = REPOSITORY / "docs/planner.md"

@@ -73,9 +73,9 @@ def plan(
     Raises:
         UserError: the run would be refused.
     """
+    from shardtune.planner.arithmetic.figures import Cause
     from shardtune.planner.command.plan_command import plan_config
     from shardtune.planner.command.verdict import verdict
-    from shardtune.planner.simulation.tracker import Cause
 
     options = Namespace(
         config=config if isinstance(config, Mapping) else Path(config),

@@ -17,7 +17,8 @@ from distTest.workloads.shapes import Slice, slice_of
 from shardtune.config_io import load_config
 from shardtune.model.source.files import read_model_config
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 from shardtune.planner.run_plan import as_prediction
 
 _LIMIT = 0.05

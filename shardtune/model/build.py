@@ -29,7 +29,7 @@ from shardtune.model.moe.spread import spread_problems
 from shardtune.model.random_weights import draw_weights
 from shardtune.model.recomputation import prepare_for_training
 from shardtune.model.sharding import require_whole_blocks, shard
-from shardtune.model.source.load import load_sharded
+from shardtune.model.source.load_weights import load_sharded
 from shardtune.model.source.masters import rounded_when_read
 from shardtune.model.source.text_model import build_text_model
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import psutil
 import torch
@@ -39,10 +39,12 @@ from shardtune.model.source.files import read_model_config
 from shardtune.planner.arithmetic.disk_room import require_room, saves_left
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.command.verdict import lacking, verdict
-from shardtune.planner.plan import Plan, bound_plan, make_plan
-from shardtune.planner.search import Search, as_arguments, launch_command
+from shardtune.planner.make_plan import bound_plan, make_plan
+from shardtune.planner.mesh import as_arguments, launch_command
+from shardtune.planner.plan import Plan
+from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
-from shardtune.training.context import Planned
+from shardtune.training.context import Prediction
 from shardtune.training.observers.metrics import Metrics, peak_memory_bytes, read_entries
 from shardtune.training.run import Run
 from shardtune.units import gb
@@ -52,22 +54,6 @@ _SIMULATED_WITHIN_S = 180.0
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-class Prediction(TypedDict):
-    """A plan's figures and verdict, JSON-able: rank 0 gets them from its planning process."""
-
-    # Peak of the fullest rank. On a GPU that of its tensors; on a CPU that of the process, less the
-    # memory that it holds before the weights.
-    peak_bytes: int
-    source: str  # "simulated step" or "bound from shapes"
-    fits: bool
-    verdict: str
-    remedies: list[str]  # that would let it fit, the best first
-    step_s: float | None  # the least time of a step, None if it is not known
-    bound_by: str | None  # what takes that time
-    kept_groups: list[int]  # of each stage, which may stay gathered
-    tiles: int  # in which experts and MLPs run
-
-
 class RunPlan:
     """The plan of one run. Every method is collective."""
 
@@ -75,7 +61,7 @@ class RunPlan:
         """Begin to plan on rank 0, beside the work of the run."""
         config, world = run.config, run.world
         self._run, self._model_config = run, model_config
-        self._device_peak = device_peak(DTYPES[world.layout.compute_dtype], world)
+        self.device_peak = device_peak(DTYPES[world.layout.compute_dtype], world)
         # Uneven nodes count as one node with all ranks.
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
         nodes = world.size // ranks_per_node
@@ -86,7 +72,7 @@ class RunPlan:
             memory_bytes=min(world.all_gather_json(_memory_bytes(world))),
             node_bytes_per_s=measured.node_bytes_per_s or math.inf,
             rank_bytes_per_s=measured.rank_bytes_per_s or math.inf,
-            flops_per_s=self._device_peak.flops_per_s or math.inf,
+            flops_per_s=self.device_peak.flops_per_s or math.inf,
             is_gpu=world.layout.is_gpu,
             native_dtype=native_dtype(world.device),
             host_bytes=min(world.all_gather_json(available_memory())),
@@ -100,7 +86,7 @@ class RunPlan:
             if self._bound.allocated_bytes > limit or not self._bound.host_fits:
                 self._process = _simulate(run, self._machine)
 
-    def require_fit(self, total_steps: int) -> None:
+    def require_fit(self, total_steps: int) -> Prediction:
         """Log the verdict, and a mesh that is much faster on the links that the preflight measured.
 
         Call it last before loading: a simulation ends meanwhile.
@@ -127,6 +113,7 @@ class RunPlan:
             )
         if world.is_main:
             self._suggest_mesh()
+        return prediction
 
     def _require_room(self, total_steps: int) -> None:
         """Hold the disks against what the run will write there."""
@@ -141,13 +128,6 @@ class RunPlan:
             models = exported_bytes * disk.has_models
             resumed = run.resumed.name if run.resumed else None
             require_room(disk, part, models, saves, run.config, resumed)
-
-    @property
-    def decided(self) -> Planned:
-        """What the run takes from the plan, once it is made."""
-        assert self._prediction
-        prediction = self._prediction
-        return Planned(self._device_peak, prediction["kept_groups"], prediction["tiles"])
 
     def _suggest_mesh(self) -> None:
         """Log a mesh with which a step takes less than two thirds of its time, on rank 0."""

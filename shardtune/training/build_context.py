@@ -25,12 +25,12 @@ from shardtune.log import logger
 from shardtune.model import build
 from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.documents.attention_choice import choose_attention
-from shardtune.model.flops import cost_of
+from shardtune.model.flops import DevicePeak, cost_of
 from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
 from shardtune.run_files import METRICS
 from shardtune.training import optim
-from shardtune.training.context import Planned, TrainContext
+from shardtune.training.context import Prediction, TrainContext
 from shardtune.training.observers.expert_balance import ExpertBalance
 from shardtune.training.observers.loss_spikes import LossSpikes
 from shardtune.training.observers.metrics import Metrics, read_entries
@@ -55,7 +55,8 @@ def build_train_context(
     data: PreparedData,
     assets: Mapping[str, bytes],
     schedule: Schedule,
-    planned: Planned,
+    prediction: Prediction,
+    device_peak: DevicePeak,
 ) -> TrainContext:
     """Build the sharded model and its optimizer, and load the checkpoint that the run resumes from.
 
@@ -69,10 +70,10 @@ def build_train_context(
     log_model(whole, config, n_bytes, world)
     saved = saved_reshard_policy(run)
     policy = reshard.choose_reshard_policy(
-        model, n_bytes, saved, world, planned.kept_groups[world.stage]
+        model, n_bytes, saved, world, prediction["kept_groups"][world.stage]
     )
     set_seed((config.run.seed + world.rank) % 2**32)
-    is_flat = prepare_forward(model, config, data, planned.tiles, world)
+    is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
@@ -100,7 +101,7 @@ def build_train_context(
         expert_balance=expert_balance,
         observers=[
             Stragglers(model, metrics, world),  # first: all ranks meet in it
-            StepLog(metrics, whole, schedule.total_steps, planned.device_peak, world.size, saver),
+            StepLog(metrics, whole, schedule.total_steps, device_peak, world.size, saver),
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 from shardtune.checkpoint import Saver
 from shardtune.checkpoint.export.best import Best
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Schedule
-from shardtune.model.flops import DevicePeak
 from shardtune.training.observers.expert_balance import ExpertBalance
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepObserver
@@ -22,11 +21,19 @@ from shardtune.training.states.reshard import ReshardPolicy
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 
-class Planned(NamedTuple):
-    """What the plan of a run has decided."""
+class Prediction(TypedDict):
+    """A plan's figures and verdict, JSON-able: rank 0 gets them from its planning process."""
 
-    device_peak: DevicePeak
-    kept_groups: Sequence[int]  # of each stage, see `choose_reshard_policy`
+    # Peak of the fullest rank. On a GPU that of its tensors; on a CPU that of the process, less the
+    # memory that it holds before the weights.
+    peak_bytes: int
+    source: str  # "simulated step" or "bound from shapes"
+    fits: bool
+    verdict: str
+    remedies: list[str]  # that would let it fit, the best first
+    step_s: float | None  # the least time of a step, None if it is not known
+    bound_by: str | None  # what takes that time
+    kept_groups: list[int]  # of each stage, see `choose_reshard_policy`
     tiles: int  # see `tile_layers`
 
 

@@ -21,7 +21,8 @@ from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows
 from shardtune.config_io import load_config
 from shardtune.model.source.files import read_model_config
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 
 RANKS_PER_NODE = 2
 ROWS = 8  # of a step

@@ -30,18 +30,10 @@ from pretend_gpu.__main__ import environment
 from distTest.gpu_check import __main__ as gpu_check
 from distTest.gpu_check import check_process, device, memory
 from distTest.gpu_check.card import COMMITTED, write_card
-from distTest.gpu_check.checks import (
-    CHECKS,
-    DEVICE,
-    FIRST,
-    LIMIT_S,
-    SECOND,
-    Check,
-    Skipped,
-)
+from distTest.gpu_check.checks import CHECKS, DEVICE, FIRST, LIMIT_S, SECOND, Check, Skipped
 from distTest.gpu_check.glm import SETTINGS
 from distTest.gpu_check.profile_table import kernel_table
-from shardtune.planner.plan import make_plan
+from shardtune.planner.make_plan import make_plan
 from shardtune.planner.run_plan import as_prediction
 from shardtune.planner.simulation.at_once import at_once
 

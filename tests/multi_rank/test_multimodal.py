@@ -24,7 +24,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from shardtune.model.source import load, text_model
+from shardtune.model.source import load_weights, text_model
 
 QUICK = ("qwen3_5_moe", "mistral3")
 MORE = [
@@ -143,5 +143,5 @@ def test_a_checkpoint_that_holds_a_tower_resumes_without_it(tokenizer, tmp_path)
 
 def train_with_towers(arguments: list[str]) -> None:
     """On a rank: run train_fsdp.py as it was before it left towers out."""
-    text_model.drop_towers = load.drop_towers = lambda model: []
+    text_model.drop_towers = load_weights.drop_towers = lambda model: []
     run_script(arguments)

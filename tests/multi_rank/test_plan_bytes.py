@@ -26,7 +26,7 @@ from shardtune.model.build import build_model
 from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.plan import make_plan
+from shardtune.planner.make_plan import make_plan
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.training.optim import build_optimizer
 from shardtune.training.states.replica_shards import OwnedParameters

@@ -11,10 +11,11 @@ from pretend_gpu.hollow import hollow_peaks
 from transformers import AutoConfig
 
 from shardtune.config_io import load_config
+from shardtune.planner.arithmetic.figures import Cause
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
-from shardtune.planner.simulation.tracker import Cause
 
 CONFIGS = REPOSITORY / "tests/data/configs"
 BASE = ["model.init=random", "model.compute_dtype=bfloat16", "train.gradient_accumulation_steps=2"]

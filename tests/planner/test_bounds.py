@@ -6,24 +6,15 @@ import json
 import math
 
 import pytest
-from helpers.planned import (
-    CONFIG,
-    GLM,
-    LLAMA,
-    STEPS,
-    TIED,
-    configured,
-)
-from transformers import (
-    Llama4TextConfig,
-    LlamaConfig,
-)
+from helpers.planned import CONFIG, GLM, LLAMA, STEPS, TIED, configured
+from transformers import Llama4TextConfig, LlamaConfig
 
 from shardtune.__main__ import run
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import rough_memory
 from shardtune.planner.command.verdict import verdict
-from shardtune.planner.plan import Plan, bound_plan, make_plan
+from shardtune.planner.make_plan import bound_plan, make_plan
+from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import with_layers
 
 

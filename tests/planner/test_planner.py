@@ -28,9 +28,7 @@ from helpers.planned import (
     THREE_DENSE,
     configured,
 )
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from shardtune.__main__ import run
 from shardtune.config_io import load_config
@@ -39,13 +37,13 @@ from shardtune.distributed.measured import MeasuredMachine, read_measured, write
 from shardtune.model.build import build_on_meta
 from shardtune.model.source.quantised import piece_bytes
 from shardtune.planner.arithmetic.duration import RunLength, run_length
+from shardtune.planner.arithmetic.figures import Cause, Collective
 from shardtune.planner.arithmetic.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.command.text import describe
 from shardtune.planner.command.verdict import verdict
-from shardtune.planner.plan import _Planner, bound_plan, make_plan
+from shardtune.planner.make_plan import _Planner, bound_plan, make_plan
 from shardtune.planner.simulation.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate
-from shardtune.planner.simulation.tracker import Cause, Collective
 from shardtune.training.states.reshard import ReshardPolicy
 
 SHALLOW = with_layers(GLM, 2)

@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 from transformers import AutoConfig
 
 from benchmarks.plans import CONFIGS, LONG_ROWS, METHOD, PAGE, PLANS, plan_of, with_plans
-from shardtune.planner.plan import bound_plan
+from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
 

@@ -19,11 +19,15 @@ from transformers import (
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.command.text import describe, describe_room
 from shardtune.planner.command.verdict import lacking
-from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
-from shardtune.planner.search import Search, launch_command, with_values
+from shardtune.planner.make_plan import bound_plan, make_plan
+from shardtune.planner.mesh import launch_command, with_values
+from shardtune.planner.plan import Plan
+from shardtune.planner.search import Search
+from shardtune.planner.settings import same_training
 from shardtune.planner.simulation.extrapolate import Simulations
 
 CONFIGS = REPOSITORY / "tests/data/configs"
@@ -147,7 +151,9 @@ def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that():
     for model_config in (LLAMA, gptj, mamba):
         plan = bound_plan(config, model_config, machine(1e6))
         search = Search(plan, Simulations(model_config))
-        offered.append(bool(search._degrees()) and search._is_shareable)
+        groups = same_training(plan.layout, plan.shapes, plan.machine)
+        keys = {key for group in groups for values, _ in group for key in values}
+        offered.append("parallel.context" in keys and search._is_shareable)
     assert offered == [True, False, False]
 
 

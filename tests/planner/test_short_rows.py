@@ -42,7 +42,7 @@ def n_kernels(measured: Measured) -> int:
 def test_gated_delta_rules_keep_as_much_of_short_rows(delta_rule, rows, monkeypatch):
     given = f"data.max_length={_ROW}", "train.micro_batch_size=2", *filter(None, [rows])
     short = step(delta_rule, *given)
-    monkeypatch.setattr(short_rows, "_SHORT_ROW", 2 * _ROW)
+    monkeypatch.setattr(short_rows, "_TOKENS_OF_PIECE", 2 * _ROW)
     whole = step(delta_rule, *given)
     assert short.peaks.keys() == whole.peaks.keys()
     highest = [max(peak.n_bytes for peak in each.peaks.values()) for each in (short, whole)]

@@ -13,7 +13,8 @@ from transformers import Olmo2Config
 
 from shardtune.distributed.layout import Layout
 from shardtune.model.build import build_on_meta, whole_on_meta
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.make_plan import make_plan
+from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
 from shardtune.planner.simulation.simulate import Measured, Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy, kept_bytes

@@ -19,8 +19,9 @@ from shardtune.distributed.tensors import sharded_as
 from shardtune.model import documents
 from shardtune.model.build import build_on_meta
 from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.planner.arithmetic.figures import Cause
 from shardtune.planner.simulation.simulate import Step, fake_world, full_batch, simulate
-from shardtune.planner.simulation.tracker import Cause, Tracker
+from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.states.reshard import ReshardPolicy
 
 

@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 from shardtune.distributed import compiling
 from shardtune.model import loss
 from shardtune.model.loss import LossHead, compile_loss
+from shardtune.planner.arithmetic.figures import Kernel
 from shardtune.planner.arithmetic.roofline import launched, moved_bytes
-from shardtune.planner.simulation.kernel_costs import Kernel
 from shardtune.planner.simulation.tracker import Tracker
 
 pytestmark = needs_compiler

@@ -27,7 +27,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardtune.planner.simulation.kernel_costs import Kernel, Kind, kernel_of
+from shardtune.planner.arithmetic.figures import Kernel, Kind
+from shardtune.planner.simulation.kernel_costs import kernel_of
 
 _compile = torch.compile
 _PRODUCTS = ("mm", "mm.default")

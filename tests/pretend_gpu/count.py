@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtune.distributed import compiling
 from shardtune.model import build
 from shardtune.model.compiled_layers import compile_layers
+from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.simulation.kernel_costs import Kernel, Kind, kernel_of
+from shardtune.planner.simulation.kernel_costs import kernel_of
 from shardtune.training import optim
 from shardtune.training.states import reshard
 from shardtune.training.states.reshard import ReshardPolicy

@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardtune.config import ModelConfig
 from shardtune.errors import UserError
-from shardtune.model.source import files, load, quantised
+from shardtune.model.source import files, load_weights, quantised
 from shardtune.model.source.weight_files import list_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -56,7 +56,7 @@ EVEN: dict[str, tuple[torch.Tensor, torch.Tensor, list[int] | None]] = {
 
 
 def compare_boxes(path: Path, dtype: torch.dtype, expected: torch.Tensor) -> None:
-    with load.open_tensors([path], dtype) as tensors:
+    with load_weights.open_tensors([path], dtype) as tensors:
         assert tensors.keys() == {"a.weight"}
         assert tensors["a.weight"].get_shape() == list(expected.shape)
         assert torch.equal(tensors["a.weight"][...], expected)
@@ -192,7 +192,7 @@ def _return_freed_memory() -> None:
 def read_within(path: Path, piece_bytes: int) -> None:
     """Read a tensor in a process of its own, whose memory nothing else changes."""
     _return_freed_memory()
-    with load.open_tensors([path], torch.bfloat16) as opened:
+    with load_weights.open_tensors([path], torch.bfloat16) as opened:
         (tensor,) = opened.values()
         with Usage() as usage:
             whole = tensor[...]

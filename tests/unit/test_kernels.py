@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # registers its operators
 
+from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.arithmetic.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
-from shardtune.planner.simulation.kernel_costs import Kernel, Kind, kernel_of
+from shardtune.planner.simulation.kernel_costs import kernel_of
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from shardtune.errors import UserError
-from shardtune.model.source import load
+from shardtune.model.source import load_weights
 
 
 def edges(size: int) -> list[slice]:
@@ -20,7 +20,7 @@ def edges(size: int) -> list[slice]:
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 8 << 20])
 def test_a_box_of_a_tensor_is_what_slicing_gives(piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(load_weights, "_PIECE_BYTES", piece)
     tensors = {
         "matrices": torch.randn(3, 5, 4),
         "half": torch.randn(6, 3).to(torch.bfloat16),
@@ -28,7 +28,7 @@ def test_a_box_of_a_tensor_is_what_slicing_gives(piece, tmp_path, monkeypatch):
         "none": torch.empty(0, 4),
     }
     save_file(tensors, tmp_path / "a.safetensors")
-    with load.open_tensors([tmp_path / "a.safetensors"], torch.float32) as stored:
+    with load_weights.open_tensors([tmp_path / "a.safetensors"], torch.float32) as stored:
         assert stored.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert stored[name].get_shape() == list(tensor.shape)
@@ -39,12 +39,15 @@ def test_a_box_of_a_tensor_is_what_slicing_gives(piece, tmp_path, monkeypatch):
 
 
 def test_the_time_of_a_load_is_said_after_its_first_seconds(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(load, "_FIRST_REPORT_S", 0)
-    monkeypatch.setattr(load, "_REPORT_EVERY_S", 0)
-    monkeypatch.setattr(load.logger, "propagate", True)
+    monkeypatch.setattr(load_weights, "_FIRST_REPORT_S", 0)
+    monkeypatch.setattr(load_weights, "_REPORT_EVERY_S", 0)
+    monkeypatch.setattr(load_weights.logger, "propagate", True)
     save_file({"a": torch.ones(8)}, tmp_path / "a.safetensors")
     path = tmp_path / "a.safetensors"
-    with caplog.at_level(logging.INFO), load.open_tensors([path], torch.float32, 0.5) as stored:
+    with (
+        caplog.at_level(logging.INFO),
+        load_weights.open_tensors([path], torch.float32, 0.5) as stored,
+    ):
         for first in (0, 2):
             stored["a"][(slice(first, first + 2),)]
     first, second, last = caplog.messages
@@ -56,7 +59,7 @@ def test_the_time_of_a_load_is_said_after_its_first_seconds(tmp_path, monkeypatc
 def test_a_file_that_became_shorter_is_named(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(8)}, path)
-    with load.open_tensors([path], torch.float32) as stored:
+    with load_weights.open_tensors([path], torch.float32) as stored:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 4)
         with pytest.raises(OSError, match=r"a\.safetensors: ends at byte"):
@@ -80,7 +83,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
 def test_stored_experts_are_stacked_where_they_fill_the_stack(gate, up):
     """A stack has three experts of [2 + 2, 4]."""
     parts = {"gate": list(map(torch.randn, gate)), "up": list(map(torch.randn, up))}
-    converter = load.SliceConverter(
+    converter = load_weights.SliceConverter(
         ["gate", "up"], "gate_up", [MergeModulelist(dim=0), Concatenate(dim=1)]
     )
     for name, tensors in parts.items():

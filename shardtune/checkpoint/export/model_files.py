@@ -34,7 +34,7 @@ from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.data.model_type import read_config
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
-from shardtune.model.source.load import open_tensors
+from shardtune.model.source.load_weights import open_tensors
 from shardtune.model.source.quantised import QUANTIZATION, Sliceable
 from shardtune.model.source.text_model import build_with_towers, drop_towers
 from shardtune.model.source.weight_files import INDEX, list_tensors

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
-from shardtune.planner.simulation.tracker import Collective
+from shardtune.planner.arithmetic.figures import Collective
 
 # CUDA's context, NCCL's buffers, and memory that the allocator cannot use: no GPU has measured it.
 GPU_ALLOWANCE_BYTES = 4 * 10**9

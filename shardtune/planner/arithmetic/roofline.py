@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardtune.planner.simulation.kernel_costs import Kernel, Kind
+from shardtune.planner.arithmetic.figures import Kernel, Kind
 
 LAUNCH_S = 4.5e-6
 

@@ -21,8 +21,7 @@ from shardtune.model.documents.shared_rows import context_problems
 from shardtune.model.moe.spread import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
-from shardtune.planner.simulation.simulate import EXPERT_IMBALANCE
-from shardtune.planner.simulation.tracker import Collective
+from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Collective
 from shardtune.training.states.reshard import KeptBytes, ReshardPolicy, decide, room_beside
 
 

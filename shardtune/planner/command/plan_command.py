@@ -23,18 +23,16 @@ from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weight_problems
 from shardtune.model.stages import require_composable
 from shardtune.planner.arithmetic.duration import run_length
+from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.command.options import RATES, read_config
 from shardtune.planner.command.text import describe, describe_changes, describe_room
 from shardtune.planner.command.verdict import lacking, verdict
-from shardtune.planner.plan import Estimate, Plan, bound_plan, make_plan
-from shardtune.planner.search import (
-    ADAPTERS,
-    Search,
-    as_arguments,
-    launch_command,
-    with_values,
-)
+from shardtune.planner.make_plan import bound_plan, make_plan
+from shardtune.planner.mesh import as_arguments, launch_command, with_values
+from shardtune.planner.plan import Plan
+from shardtune.planner.search import Search
+from shardtune.planner.settings import ADAPTERS
 from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.planner.status_lines import Say, silent

@@ -10,8 +10,11 @@ from shardtune.errors import DoesNotFit
 from shardtune.planner.command.options import read_config
 from shardtune.planner.command.plan_command import machine_of, read_model
 from shardtune.planner.command.text import table
-from shardtune.planner.plan import Plan, bound_plan
-from shardtune.planner.search import ADAPTERS, Search, as_arguments, mesh_arguments, with_values
+from shardtune.planner.make_plan import bound_plan
+from shardtune.planner.mesh import as_arguments, mesh_arguments, with_values
+from shardtune.planner.plan import Plan
+from shardtune.planner.search import Search
+from shardtune.planner.settings import ADAPTERS
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.planner.status_lines import Say
 from shardtune.units import gb

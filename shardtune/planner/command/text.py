@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.planner.arithmetic.duration import RunLength
+from shardtune.planner.arithmetic.estimate import Estimate
+from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause
 from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S
 from shardtune.planner.arithmetic.roofline import gpu_of
 from shardtune.planner.arithmetic.storage import Storage
-from shardtune.planner.plan import Estimate, Plan
-from shardtune.planner.search import as_arguments
-from shardtune.planner.simulation.simulate import EXPERT_IMBALANCE
-from shardtune.planner.simulation.tracker import Cause
+from shardtune.planner.mesh import as_arguments
+from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
 

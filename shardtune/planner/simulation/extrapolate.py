@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.model.source.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.traits import decoder_layers, layer_types
+from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Peak
 from shardtune.planner.simulation.at_once import at_once
-from shardtune.planner.simulation.simulate import EXPERT_IMBALANCE, Measured, Step, simulate
-from shardtune.planner.simulation.tracker import Peak
+from shardtune.planner.simulation.simulate import Measured, Step, simulate
 
 # A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
 _FEWEST_LAYERS = 4

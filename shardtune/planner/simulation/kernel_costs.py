@@ -9,32 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-
-class Kind(StrEnum):
-    """The parts of a GPU's work that run at different rates."""
-
-    PRODUCT = "matrix products"
-    ATTENTION = "attention"
-    ATTENTION_BACKWARD = "attention's backward"
-    COPY = "FSDP's copies"  # into and out of what collectives send and receive
-    OTHER = "all else"
-    COLLECTIVE = "collectives"
-
-
-class Kernel(NamedTuple):
-    """A kernel. A collective's bytes are those that it sends or receives, the larger of the two."""
-
-    kind: Kind
-    operator: str
-    n_bytes: int
-    flops: int = 0
-
+from shardtune.planner.arithmetic.figures import Kernel, Kind
 
 # They launch nothing, though their schemas do not say so.
 _NOTHING = {"_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream", "detach_"}

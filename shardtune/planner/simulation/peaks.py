@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.moe.placement import gathered_numel
+from shardtune.planner.arithmetic.figures import Cause, Peak
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.simulation.simulate import Measured
-from shardtune.planner.simulation.tracker import Cause, Peak
 from shardtune.training.states.reshard import kept_bytes
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 from shardtune.training.states.state_bytes import StateBytes

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardtune.model.documents.one_by_one import call_one_by_one, restore
 from shardtune.model.documents.state_layers import decays_by_head
 
-_SHORT_ROW = 256  # tokens, in whole chunks
+_TOKENS_OF_PIECE = 256  # tokens, in whole chunks
 
 
 def shorten_rows(mixers: list[nn.Module]) -> None:
@@ -34,9 +34,9 @@ def shorten_rows(mixers: list[nn.Module]) -> None:
 def _in_short_rows(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     given = tree_leaves((arguments, options))
     rows, tokens = next(each for each in given if isinstance(each, torch.Tensor)).shape[:2]
-    if tokens % _SHORT_ROW:
+    if tokens % _TOKENS_OF_PIECE:
         return forward(*arguments, **options)
-    long, short = (rows, tokens), (rows * tokens // _SHORT_ROW, _SHORT_ROW)
+    long, short = (rows, tokens), (rows * tokens // _TOKENS_OF_PIECE, _TOKENS_OF_PIECE)
     arguments, options = _reshape((arguments, options), long, short)
     return _reshape(forward(*arguments, **options), short, long)
 

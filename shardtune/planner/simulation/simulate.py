@@ -34,16 +34,13 @@ from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
 from shardtune.model.traits import decoder_layers, top_k
-from shardtune.planner.simulation.kernel_costs import Kernel
+from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause, Collective, Kernel, Peak
 from shardtune.planner.simulation.short_rows import shorten_rows
-from shardtune.planner.simulation.tracker import Cause, Collective, Peak, Tracker
+from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.pipeline import Stage
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.reshard import ReshardPolicy
 from shardtune.training.states.sent_gradients import SentGradients
-
-# Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
-EXPERT_IMBALANCE = 1.5
 
 T = TypeVar("T")
 

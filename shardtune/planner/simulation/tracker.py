@@ -12,8 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,36 +22,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardtune.planner.simulation.kernel_costs import Kernel, kernel_of
-
-
-class Cause(StrEnum):
-    """What takes a rank's memory."""
-
-    PARAMETERS = "parameters"  # this rank's slices
-    GRADIENTS = "gradients"  # of these slices
-    OPTIMIZER = "optimizer"  # its state of these slices
-    GATHERED = "gathered parameters"
-    REDUCED = "unsharded gradients"
-    ACTIVATIONS = "activations"  # made in the forward
-    BACKWARD = "backward"  # made in the backward, gradients of activations above all
-    UPDATE = "update"  # pieces of weights that the optimizer works on
-    BOUNDED = "all else, at most"  # where no step is simulated
-
-
-class Collective(NamedTuple):
-    """One kind of collective over one group of ranks, or a message: its sender and receiver."""
-
-    kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
-    ranks: tuple[int, ...]
-
-
-class Peak(NamedTuple):
-    """The most bytes at once in some part of a step, by cause."""
-
-    n_bytes: int
-    by_cause: Counter[Cause]
-
+from shardtune.planner.arithmetic.figures import Cause, Collective, Kernel, Peak
+from shardtune.planner.simulation.kernel_costs import kernel_of
 
 _KINDS = {
     "_allgather_base_": "all-gather",

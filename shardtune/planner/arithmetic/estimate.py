@@ -1,0 +1,133 @@
+"""A run on a machine, by arithmetic on shapes and rates."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from shardtune.config import Config
+from shardtune.distributed.layout import Layout
+from shardtune.planner.arithmetic.figures import Collective
+from shardtune.planner.arithmetic.host_link import HostLink, host_link, host_states_bytes
+from shardtune.planner.arithmetic.machine import Machine, link_bytes
+from shardtune.planner.arithmetic.shapes import (
+    Shapes,
+    host_inputs_bytes,
+    least_traffic,
+    rough_memory,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A run on a machine, by arithmetic. Memory is that of the fullest rank; rows are full."""
+
+    config: Config
+    layout: Layout
+    machine: Machine
+    peak_bytes: int  # that the device must have
+    pinned_bytes: int  # of a node's own memory, without which the run ends
+    traffic: Sequence[Counter[Collective]]  # of a step, for the first rank of each stage
+    host_link: HostLink
+    step_flops: float | None  # recomputation not counted; None where it is not known
+    # Values of keys that the run was not given, and their price in words.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    price: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.device_fits and self.host_fits
+
+    @property
+    def device_fits(self) -> bool:
+        return self.peak_bytes <= self.machine.memory_bytes
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether a node has the memory, beside its GPUs', that the run holds."""
+        return self.pinned_bytes <= self.machine.host_bytes
+
+    @property
+    def step_tokens(self) -> int:
+        return self.layout.rows_per_step * self.layout.max_length
+
+    @property
+    def received(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The bytes that a node gets from the others in a step, and a rank in its node.
+
+        They are by kind of collective, of the node and of the stage that get the most.
+        """
+        machine = self.machine
+        stage_ranks = machine.ranks // len(self.traffic)
+        ranks = min(stage_ranks, machine.ranks_per_node)
+        nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        insides = []
+        for stage, of_stage in enumerate(self.traffic):
+            between, inside = link_bytes(of_stage, machine, ranks)
+            nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
+            insides.append(inside)
+        fullest = max(nodes.values(), key=lambda node: sum(node.values()))
+        return dict(fullest), max(insides, key=lambda inside: sum(inside.values()))
+
+    @cached_property
+    def floors_s(self) -> dict[str, float]:
+        """The seconds that each part of a step takes at least, its bubble included."""
+        machine = self.machine
+        between, inside = self.received
+        floors = {
+            "between nodes": sum(between.values()) / machine.node_bytes_per_s,
+            "inside a node": sum(inside.values()) / machine.rank_bytes_per_s,
+        }
+        if self.layout.offloads:
+            floors["with host memory"] = self.host_link.seconds(machine)
+        if self.step_flops is not None:
+            # Full checkpointing runs each layer's forward, a third of the rest, once more.
+            again = 4 / 3 if self.layout.keeps_inputs_alone else 1
+            seconds = again * self.step_flops / (machine.ranks * machine.flops_per_s)
+            floors["arithmetic"] = seconds / (1 - self.layout.bubble)
+        return floors
+
+    @property
+    def floor_s(self) -> float:
+        """The seconds that a step takes at least."""
+        return max(self.floors_s.values())
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.floor_s / self.step_tokens
+
+    @property
+    def bound_by(self) -> str | None:
+        """The part of a step that takes the longest, or None where no rate is known."""
+        longest = max(self.floors_s, key=lambda part: self.floors_s[part])
+        return longest if self.floors_s[longest] else None
+
+
+def estimate(
+    config: Config, shapes: Shapes, machine: Machine, step_flops: float | None
+) -> Estimate:
+    """Estimate a run of which the shapes are known."""
+    layout, free = machine.layout(config), machine.memory_bytes - machine.allowance_bytes
+    traffic, peaks, links = [], [], []
+    states, inputs = [], []  # in host memory
+    for stage in range(layout.stages):
+        memory, keeps = rough_memory(shapes, stage, layout, free)
+        peaks.append(memory + machine.allowance_bytes)
+        traffic.append(least_traffic(shapes, stage, keeps, layout))
+        updated = shapes.trained(stage, layout)
+        links.append(host_link(updated, keeps.policy, layout))
+        states.append(host_states_bytes(updated, layout))
+        inputs.append(machine.is_gpu * host_inputs_bytes(shapes, stage, layout))
+    return Estimate(
+        config=config,
+        layout=layout,
+        machine=machine,
+        peak_bytes=round(max(peaks)),
+        pinned_bytes=round(machine.ranks_per_node * (max(states) + max(inputs))),
+        traffic=traffic,
+        host_link=max(links),
+        step_flops=step_flops,
+    )

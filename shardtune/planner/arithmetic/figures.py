@@ -1,0 +1,59 @@
+"""What a plan counts: memory by cause, bytes by collective, and kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Cause(StrEnum):
+    """What takes a rank's memory."""
+
+    PARAMETERS = "parameters"  # this rank's slices
+    GRADIENTS = "gradients"  # of these slices
+    OPTIMIZER = "optimizer"  # its state of these slices
+    GATHERED = "gathered parameters"
+    REDUCED = "unsharded gradients"
+    ACTIVATIONS = "activations"  # made in the forward
+    BACKWARD = "backward"  # made in the backward, gradients of activations above all
+    UPDATE = "update"  # pieces of weights that the optimizer works on
+    BOUNDED = "all else, at most"  # where no step is simulated
+
+
+class Collective(NamedTuple):
+    """One kind of collective over one group of ranks, or a message: its sender and receiver."""
+
+    kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
+    ranks: tuple[int, ...]
+
+
+class Peak(NamedTuple):
+    """The most bytes at once in some part of a step, by cause."""
+
+    n_bytes: int
+    by_cause: Counter[Cause]
+
+
+class Kind(StrEnum):
+    """The parts of a GPU's work that run at different rates."""
+
+    PRODUCT = "matrix products"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention's backward"
+    COPY = "FSDP's copies"  # into and out of what collectives send and receive
+    OTHER = "all else"
+    COLLECTIVE = "collectives"
+
+
+class Kernel(NamedTuple):
+    """A kernel. A collective's bytes are those that it sends or receives, the larger of the two."""
+
+    kind: Kind
+    operator: str
+    n_bytes: int
+    flops: int = 0
+
+
+# Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
+EXPERT_IMBALANCE = 1.5

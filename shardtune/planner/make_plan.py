@@ -1,0 +1,291 @@
+"""Plan a run: simulate a step of each stage, or bound its memory by shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.layout import Layout
+from shardtune.distributed.tensors import to_local
+from shardtune.distributed.world import World
+from shardtune.errors import UserError, first_line
+from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
+from shardtune.model.flops import NotCounted, count_flops
+from shardtune.model.fsdp_groups import gathered_groups
+from shardtune.model.moe.placement import is_spread
+from shardtune.model.stages import layers_of_stages
+from shardtune.planner.arithmetic.figures import Collective
+from shardtune.planner.arithmetic.host_link import HostLink, host_link, pieces_bytes
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.roofline import gpu_of, seconds
+from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic
+from shardtune.planner.arithmetic.storage import join_storage, plan_storage
+from shardtune.planner.plan import Plan
+from shardtune.planner.simulation.extrapolate import Simulations, layer_kinds
+from shardtune.planner.simulation.peaks import bounded_memory, step_memory
+from shardtune.planner.simulation.simulate import Measured, Step, fake_world
+from shardtune.training.optim import build_optimizer
+from shardtune.training.states.replica_shards import OwnedParameters
+from shardtune.training.states.reshard import (
+    KeptBytes,
+    ReshardPolicy,
+    decide,
+    fixed_policy,
+    groups_in,
+    kept_bytes,
+    room_beside,
+)
+from shardtune.training.states.state_bytes import StateBytes, state_bytes
+
+TILE_TOKENS = 8192  # of a rank, in a tile: fewer save little and cost as much
+
+
+def make_plan(
+    config: Config,
+    model_config: PreTrainedConfig,
+    machine: Machine,
+    simulations: Simulations | None = None,
+) -> Plan:
+    """Plan a run without a device, weights, tokenizer or data, as the first rank of each stage.
+
+    Where it does not fit, experts and MLPs run in tiles, if it fits so. Plans of one model may
+    share `simulations`.
+
+    Raises:
+        UserError: the run would be refused for its model, its mesh or its keys.
+    """
+    planner = _Planner(config, model_config, machine, simulations or Simulations(model_config))
+    plan = _join(planner.stages())
+    tiles = plan.layout.tokens_per_rank // TILE_TOKENS
+    if plan.fits or plan.reason or tiles < 2:
+        return plan
+    tiled = _join(planner.stages(tiles))
+    return tiled if tiled.fits else plan
+
+
+def bound_plan(
+    config: Config, model_config: PreTrainedConfig, machine: Machine, world: World | None = None
+) -> Plan:
+    """Plan a run from shapes alone, in milliseconds.
+
+    `world`: the run's own, whose other ranks have no part in it. A simulated step has collectives.
+
+    Raises:
+        UserError: the run would be refused for its model, its mesh or its keys.
+    """
+    planner = _Planner(config, model_config, machine)
+    if not world:
+        return _join(planner.stages())
+    firsts = range(0, world.size, world.layout.stage_ranks)
+    return _join([planner.stage(replace(world, rank=first)) for first in firsts])
+
+
+class _Planner:
+    """Plans the stages of a run; by shapes alone without `simulations`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: PreTrainedConfig,
+        machine: Machine,
+        simulations: Simulations | None = None,
+    ) -> None:
+        self._config, self._model_config = config, model_config
+        self._machine, self._simulations = machine, simulations
+
+    def stages(self, tiles: int = 1) -> list[Plan]:
+        """Return the plan of each stage; in tiles, up to the first that does not fit."""
+        config, model_config, machine = self._config, self._model_config, self._machine
+        parts: list[Plan] = []
+        alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
+        layout = machine.layout(config)
+        for stage in range(layout.stages):
+            with fake_world(layout, machine.ranks_per_node, stage) as world:
+                if stage == 0:
+                    require_trainable(config, model_config, world)
+                    whole = whole_on_meta(config, model_config, world)
+                    kinds = layer_kinds(whole)
+                own = layers_of_stages(whole, layout.stages)[stage]
+                if 0 < stage < layout.stages - 1:
+                    first = alike.setdefault(tuple(kinds[own.start : own.stop]), stage)
+                    if first < stage:  # which has fewer micro-batches in flight
+                        parts.append(_moved(parts[first], by=(stage - first) * layout.stage_ranks))
+                        continue
+                parts.append(self.stage(world, tiles))
+                if tiles > 1 and not parts[-1].fits:
+                    break
+        return parts
+
+    def stage(self, world: World, tiles: int = 1) -> Plan:
+        """Plan this rank's stage in a world, without other ranks."""
+        config, machine, layout = self._config, self._machine, world.layout
+        own = build_on_meta(config, self._model_config, world)
+        whole = whole_on_meta(config, self._model_config, world)
+        owned = OwnedParameters(own, world)
+        optimizer = build_optimizer(owned, config)
+        states, kept = state_bytes(own, optimizer, layout), kept_bytes(own, layout)
+        policy = self._policy(kept, states, layout)
+        shapes = Shapes(whole)
+        updated = [to_local(p).numel() for p in owned.by_name.values()]
+        link = host_link(sum(updated), policy, layout)
+        storage = plan_storage(own, config, self._model_config, states, shapes, machine, world)
+        step = Step(config, policy, world, tiles=tiles)
+        measured, reason = self._measure(step, whole)
+        if measured:
+            pieces = pieces_bytes(max(updated), layout)
+            memory = partial(step_memory, measured, states, optimizer, pieces, machine)
+            traffic = measured.step_traffic(layout.micro_batches)
+            peaks, peak_bytes = memory()
+            needed_bytes = peak_bytes
+            if not policy.kept_groups:
+                policy, gathered = self._keep_groups(own, kept, states, world, peak_bytes, traffic)
+                peaks, peak_bytes = memory(gathered)
+        else:
+            keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
+            traffic = least_traffic(shapes, world.stage, keeps, layout)
+            peak = bounded_memory(own, shapes, config, states, world)
+            peaks, needed_bytes = {"any phase": peak}, peak.n_bytes + machine.allowance_bytes
+            peak_bytes = needed_bytes
+        return Plan(
+            config=config,
+            layout=layout,
+            machine=machine,
+            peak_bytes=peak_bytes,
+            pinned_bytes=storage.pinned_bytes,
+            traffic=(traffic,),
+            host_link=link,
+            step_flops=_count_step_flops(whole, layout.rows_per_step, layout.max_length),
+            parameters=sum(p.numel() for p in whole.parameters()),
+            trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
+            states=states,
+            policies=(policy,),
+            tiles=tiles,
+            needed_bytes=needed_bytes,
+            peaks=peaks,
+            attention=measured.attention.text if measured else "",
+            reason=reason,
+            shapes=shapes,
+            storage=storage,
+            kernels_s=_kernel_seconds(measured, states, link, layout, machine),
+        )
+
+    def _measure(self, step: Step, whole: PreTrainedModel) -> tuple[Measured | None, str]:
+        """Return what a simulated step shows, or None and the reason why there is none."""
+        if not self._simulations:
+            return None, "no step was simulated"
+        try:
+            return self._simulations.measure(step, whole), ""
+        except UserError:
+            raise
+        except Exception as error:  # any architecture may ask for something else
+            kind = whole.config.model_type
+            return None, f"no step of {kind} can be simulated: {first_line(error)}"
+
+    def _policy(
+        self, kept: KeptBytes, states: StateBytes, layout: Layout, planned_groups: int = 0
+    ) -> ReshardPolicy:
+        """Decide as `choose_reshard_policy` does."""
+        free = self._machine.memory_bytes - self._machine.allowance_bytes - states.total
+        fixed = fixed_policy(layout)
+        policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
+        return policy
+
+    def _keep_groups(
+        self,
+        model: PreTrainedModel,
+        kept: KeptBytes,
+        states: StateBytes,
+        world: World,
+        peak_bytes: int,
+        traffic: Counter[Collective],
+    ) -> tuple[ReshardPolicy, int]:
+        """Let as many groups stay gathered as a peak leaves room for, and take them from traffic.
+
+        Return the policy, and the bytes that these groups add to the peak.
+        """
+        groups = _gathering_ranks(model, world)
+        # A group that one rank has whole is copied, which takes less time than its memory is worth.
+        shared = sum(len(ranks) > 1 for ranks in groups)
+        fitting = groups_in(kept, room_beside(peak_bytes, self._machine.memory_bytes))
+        policy = self._policy(kept, states, world.layout, min(fitting, shared))
+        sizes = kept.parameters[: policy.kept_groups]
+        micro_batches = world.layout.micro_batches
+        for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
+            # What stands around the layers stays from the forward to the backward in any case.
+            gathers = 2 * micro_batches if number else micro_batches
+            traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
+        return policy, sum(sizes[1:])  # what stands around the layers is gathered at each peak
+
+
+def _moved(plan: Plan, by: int) -> Plan:
+    """Copy the plan of a stage for one that is alike, whose ranks are higher by `by`."""
+    (own,) = plan.traffic
+    moved = {Collective(kind, tuple(r + by for r in ranks)): n for (kind, ranks), n in own.items()}
+    return replace(plan, traffic=(Counter(moved),))
+
+
+def _join(stages: Sequence[Plan]) -> Plan:
+    """Return the plan of a run from those of its stages.
+
+    Peaks are those of the stage with the highest, and states those of the one with the largest.
+    """
+    storage = join_storage([stage.storage for stage in stages])
+    times = [stage.kernels_s for stage in stages if stage.kernels_s is not None]
+    return replace(
+        max(stages, key=lambda stage: stage.peak_bytes),
+        pinned_bytes=storage.pinned_bytes,
+        traffic=tuple(stage.traffic[0] for stage in stages),
+        host_link=max((stage.host_link for stage in stages), key=lambda each: each.update),
+        states=max((stage.states for stage in stages), key=lambda each: each.total),
+        policies=tuple(stage.policies[0] for stage in stages),
+        needed_bytes=max(stage.needed_bytes for stage in stages),
+        storage=storage,
+        kernels_s=max(times, default=None),
+    )
+
+
+def _kernel_seconds(
+    measured: Measured | None, states: StateBytes, link: HostLink, layout: Layout, machine: Machine
+) -> float | None:
+    """Return the seconds of a step's kernels, the update's with them; None on CPUs.
+
+    An update of states in host memory takes as long as their copies.
+    """
+    if not measured or not machine.is_gpu:
+        return None
+    gpu = gpu_of(machine.memory_bytes)
+    update_s = link.update.seconds(machine)
+    if not layout.offloads:
+        # Adapters, their gradients and moments are float32.
+        weights = states.gradients if layout.is_lora else states.parameters
+        # The update is one kernel a piece, and the norm reads the gradients before it.
+        update_s = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
+    kernels = measured.step_kernels(layout.micro_batches)
+    return seconds(kernels, gpu) + update_s
+
+
+def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ...]]:
+    """Return the ranks that gather each of `gathered_groups` together."""
+    ranks = []
+    for parameters in gathered_groups(model).values():
+        mesh = world.mesh["shard"]
+        if world.expert_mesh and any(map(is_spread, parameters)):
+            mesh = world.expert_mesh["expert_shard"]
+        ranks.append(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    return ranks
+
+
+def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
+    """Return the FLOPs of a step of full rows, recomputation left out; None if not known."""
+    try:
+        return count_flops(model).per_step(np.full(rows, length), rows * (length - 1))
+    except NotCounted:
+        return None

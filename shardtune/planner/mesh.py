@@ -1,0 +1,95 @@
+"""The mesh of a run and its other keys, as values and as arguments of a command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardtune.config import KEYS, Config
+from shardtune.distributed.layout import Layout
+from shardtune.planner.arithmetic.estimate import Estimate
+from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.shapes import Shapes
+
+# The keys of a mesh, in the order in which `meshes` yields their values.
+MESH = (
+    "parallel.stages",
+    "parallel.replicate",
+    "parallel.expert",
+    "parallel.context",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+)
+
+
+def launch_command(run: Estimate, given: Sequence[str]) -> str:
+    """Return the command of a run with its values and its whole mesh in place of those `given`."""
+    named = mesh_arguments(run)
+    keys = {each.partition("=")[0] for each in named}
+    kept = [each for each in given if each.partition("=")[0] not in keys]
+    sizes = {"NNODES": (run.machine.nodes, 2), "GPUS_PER_NODE": (run.machine.ranks_per_node, 8)}
+    environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
+    return shlex.join([*environment, "./launch_node0.sh", *kept, *named])
+
+
+def mesh_arguments(run: Estimate) -> list[str]:
+    """Return a run's values as arguments, and before them what its mesh needs beside defaults."""
+    mesh = {key: value_of(run.config, key) for key in MESH}
+    named = {k: n for k, n in mesh.items() if k in run.values or n != KEYS[k].default}
+    return [*as_arguments({**named, **run.values})]
+
+
+def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values of keys as arguments of a run."""
+    for key, value in values.items():
+        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def meshes(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
+    """Yield every division of the ranks, with micro-batches of the same effective batch."""
+    ranks, context, rows = layout.ranks, layout.context, layout.rows_per_step
+    nodes = [rank // machine.ranks_per_node for rank in range(ranks)]
+    for stages in divisors(ranks):
+        stage_ranks = ranks // stages
+        if (
+            stages > shapes.n_layers
+            or stage_ranks % context
+            or replace(layout, stages=stages).split_stage(nodes)
+        ):
+            continue
+        rows_of_rank, rest = divmod(rows * context, stage_ranks)
+        if rest:
+            continue
+        for replicate in divisors(stage_ranks):
+            for expert in divisors(stage_ranks // replicate):
+                copies = stage_ranks // replicate // expert
+                if expert > 1 and not shapes.may_spread(expert, copies):
+                    continue
+                for size in divisors(rows_of_rank):
+                    micro_batches = rows_of_rank // size
+                    if micro_batches >= stages:
+                        mesh = stages, replicate, expert, context, size, micro_batches
+                        yield dict(zip(MESH, mesh, strict=True))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    return [other for other in range(1, number + 1) if number % other == 0]
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of some keys, `section.key`, that are allowed."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    updated = {n: getattr(config, n).model_copy(update=v) for n, v in sections.items()}
+    return config.model_copy(update=updated)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a key, `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
