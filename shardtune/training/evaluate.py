@@ -68,6 +68,7 @@ def _nll_sum(
     Return None on every rank if any has received a signal; they ask after each micro-batch.
     """
     config, world, model = context.run.config, context.run.world, context.model
+    # The rows are the same at every evaluation, so that the weights alone make a difference.
     rows = lay_out_rows(
         dataset.lengths, config.data.max_length, config.data.packing, seed=0, epoch=0
     )
@@ -83,7 +84,7 @@ def _nll_sum(
             batch = build_batch(dataset, sequences, context.is_flat, world.share)
             nll_sum += context.stage.forward(batch.to(world.device))
             micro_batch_ended()
-            # With stages seldom, since all of them meet here, and none is ahead of another.
+            # All ranks meet here, which drains a pipeline: with stages they ask seldom.
             asks = stop and number % (4 * world.layout.stages - 3) == 0
             if stop and asks and world.all_reduce_max(stop.received is not None)[0]:
                 context.stage.finish()

@@ -181,6 +181,7 @@ def require_finite(context: TrainContext, step: int, stats: StepStats) -> None:
     context.metrics.write(RefusedEntry(kind="refused", step=step, loss=loss, grad_norm=norm))
     found = first_non_finite(context.model, context.owned.by_name, context.host)
     per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
+    # A broken weight breaks gradients everywhere, so that weights are blamed first.
     *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
         f"step {step} was not taken: its loss is {loss:.6g} and its gradient norm {norm:.6g}, "

@@ -34,7 +34,7 @@ class Stage:
 
     def __init__(self, model: PreTrainedModel, owned: OwnedParameters, world: World) -> None:
         self._model, self._owned, self._world = model, owned, world
-        # Of hidden states between layers.
+        # Hidden states travel between stages in this dtype.
         self._dtype = DTYPES[world.layout.compute_dtype]
         self._heads = heads_between(world)
         self._before, self._behind = world.meshes.before, world.meshes.behind
@@ -54,6 +54,7 @@ class Stage:
         stages are behind it: none follows its first forwards, and several follow its last one.
         """
         ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
+        # Backward n - ahead follows forward n; all that are left then follow the last forward.
         due = [range(max(0, n - ahead), n + 1 - (n < last) * ahead) for n in range(last + 1)]
         order = (
             [(batch, True), *((micro_batches[n], False) for n in numbers)]
@@ -81,6 +82,7 @@ class Stage:
                 self._expect(batch, is_forward=True)
             received = self._receive()
             received.requires_grad_(torch.is_grad_enabled())
+            # The module in the embedding's place returns these instead of looking tokens up.
             cast(Any, self._model.get_input_embeddings()).hidden = received
         with documents.of(batch, self._heads):
             if self._behind:
@@ -100,6 +102,7 @@ class Stage:
             if self._behind:
                 output.backward(self._receive())
             else:
+                # The last stage alone scales: other stages receive scaled gradients.
                 (output * scale).backward()
         if self._before:
             assert received is not None and received.grad is not None
@@ -111,6 +114,7 @@ class Stage:
             while self._sent:
                 self._sent.popleft()[0].wait()
         weight = self._shared_weight
+        # Embedding and head are one weight that two stages hold: both update it by the same sum.
         if weight is not None and weight.grad is not None:
             own = to_local(weight.grad)
             other = torch.empty_like(own)
