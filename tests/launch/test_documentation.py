@@ -138,9 +138,10 @@ def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_a_run_on_one_machine_resumed_verified_and_exported(repository):
     load_config(repository / "mine.yaml", [], {})
-    outputs = {command: run(command, repository) for command in TORCHRUN_AND_TOOLS}
+    outputs = {command: run(command, repository, 900) for command in TORCHRUN_AND_TOOLS}
     trained = [output for output in outputs.values() if "Saved checkpoint_" in output]
     assert len(trained) == 3
     (resumed,) = [output for output in trained if "Resumed from checkpoint_0000001" in output]
