@@ -4,6 +4,7 @@ mkdocs).
 
 from __future__ import annotations
 
+import csv
 import posixpath
 import re
 from pathlib import Path
@@ -43,6 +44,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     Code blocks lose the second word after their fence, which says to tests what they quote.
     """
+    if page.file.src_uri == "models.md":
+        markdown += table_of(REPOSITORY / "docs/models.csv")
     sources = {place: source for source, place in PLACES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -51,3 +54,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match[1] + PLACES.get(target, target.removeprefix("docs/"))
 
     return FENCE.sub(r"\1", LINK.sub(place, markdown))
+
+
+def table_of(file: Path) -> str:
+    """Return a table of a page with the rows of a CSV file."""
+    with file.open(encoding="utf-8", newline="") as opened:
+        header, *rows = csv.reader(opened)
+    lines = (" | ".join(row) for row in (header, ["---"] * len(header), *rows))
+    return "\n## models.csv\n\n" + "".join(f"| {line} |\n" for line in lines)

@@ -100,6 +100,7 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path, c
     config = load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
     with caplog.at_level(logging.WARNING, "mkdocs"):
         build(config)
+    assert "<td>qwen3_moe</td>" in (tmp_path / "models.html").read_text(encoding="utf-8")
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > 12
     for page in pages:
