@@ -56,11 +56,8 @@ class Stage:
         ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
         # Backward n - ahead follows forward n; all that are left then follow the last forward.
         due = [range(max(0, n - ahead), n + 1 - (n < last) * ahead) for n in range(last + 1)]
-        order = (
-            [(batch, True), *((micro_batches[n], False) for n in numbers)]
-            for batch, numbers in zip(micro_batches, due, strict=True)
-        )
-        receives = starmap(self._expect, chain.from_iterable(order))
+        order = chain(*([(n, True), *((each, False) for each in due[n])] for n in range(last + 1)))
+        receives = starmap(self._expect, ((micro_batches[n], forward) for n, forward in order))
 
         def receiving(numbers: Iterable[int]) -> Iterator[int]:
             for number in numbers:
