@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, starmap
 from typing import Any, cast
 
 import torch
@@ -40,6 +39,7 @@ class Stage:
         self._before, self._behind = world.meshes.before, world.meshes.behind
         # Received hidden states and output of each micro-batch whose backward is to come.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
+        self._to_come = deque[tuple[Batch, bool]]()  # passes: a forward or not
         self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._shared_weight, self._other_owner = owned.shared, 0
@@ -47,8 +47,8 @@ class Stage:
             last_stage_begins = world.size - world.layout.stage_ranks
             self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
 
-    def passes(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Batch, Iterator[int]]]:
-        """Yield each micro-batch, for its forward, and the numbers of the backwards that follow it.
+    def passes(self, micro_batches: Sequence[Batch]) -> Iterable[tuple[Batch, range]]:
+        """Return each micro-batch, for its forward, with the numbers of the backwards behind it.
 
         Without stages that is its own number. A stage is as many forwards ahead of its backwards as
         stages are behind it: none follows its first forwards, and several follow its last one.
@@ -56,17 +56,11 @@ class Stage:
         ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
         # Backward n - ahead follows forward n; all that are left then follow the last forward.
         due = [range(max(0, n - ahead), n + 1 - (n < last) * ahead) for n in range(last + 1)]
-        order = chain(*([(n, True), *((each, False) for each in due[n])] for n in range(last + 1)))
-        receives = starmap(self._expect, ((micro_batches[n], forward) for n, forward in order))
-
-        def receiving(numbers: Iterable[int]) -> Iterator[int]:
-            for number in numbers:
-                next(receives, None)  # the next pass's tensor may arrive during this pass
-                yield number
-
-        next(receives, None)
-        for number in receiving(range(last + 1)):
-            yield micro_batches[number], receiving(due[number])
+        for batch, numbers in zip(micro_batches, due, strict=True):
+            self._to_come.append((batch, True))
+            self._to_come += [(micro_batches[number], False) for number in numbers]
+        self._expect_next()
+        return zip(micro_batches, due, strict=True)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return a micro-batch's summed negative log-likelihood: nats, 0 but in the last stage.
@@ -74,9 +68,10 @@ class Stage:
         With gradients enabled its `backward` must follow.
         """
         received = None
+        if self._before and not self._arriving:  # an evaluation has no `passes`
+            self._expect(batch, is_forward=True)
+        self._expect_next()
         if self._before:
-            if not self._arriving:  # an evaluation has no `passes`
-                self._expect(batch, is_forward=True)
             received = self._receive()
             received.requires_grad_(torch.is_grad_enabled())
             # The module in the embedding's place returns these instead of looking tokens up.
@@ -94,6 +89,7 @@ class Stage:
 
     def backward(self, batch: Batch, scale: float) -> None:
         """Add the gradients of the oldest micro-batch in flight, `batch`, times `scale`."""
+        self._expect_next()
         received, output = self._in_flight.popleft()
         with documents.of(batch, self._heads):  # for what is computed again
             if self._behind:
@@ -128,6 +124,11 @@ class Stage:
         for parameter in self._owned.by_name.values():
             if not self._before or parameter is not self._shared_weight:
                 yield parameter
+
+    def _expect_next(self) -> None:
+        """Begin to receive the tensor of the next pass, which may arrive during this one."""
+        if self._to_come:
+            self._expect(*self._to_come.popleft())
 
     def _expect(self, batch: Batch, is_forward: bool) -> None:
         """Begin to receive the tensor that a pass needs, if another stage sends it."""

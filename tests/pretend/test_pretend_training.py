@@ -97,7 +97,7 @@ def assert_waits(run_dir: Path, rank: int, run: list[str]) -> None:
         )
         expected = {"shardtune/training/observers/metrics.py all_gather_step_stats": 1}
         if EXPERTS in run:
-            expected["shardtune/model/moe/experts.py __call__"] = EXPERT_LAYERS * passes
+            expected["shardtune/model/moe/token_exchange.py __call__"] = EXPERT_LAYERS * passes
         assert places == expected
 
 
