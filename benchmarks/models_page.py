@@ -62,8 +62,8 @@ def with_counts(text: str, found: Mapping[str, Row], runs: Mapping[str, Row]) ->
     rows = Counter(row["rows"] for row in tried.values())
     worst = max(row["gradients off"] for row in tried.values())
     counts = (
-        f"transformers {transformers.__version__} opens {len(found)} model types for text. Of "
-        f"{len(tried)} a tiny model could be built that predicts the next token from those before: "
+        f"transformers {transformers.__version__} opens {len(found)} model types for text. A tiny "
+        f"model that predicts each token from the earlier ones could be built of {len(tried)}: "
         f"{rows['flat']} attend in flat rows, {rows['by layer']} in flat rows with one call of "
         f"each attention layer per document, {rows['under a mask']} under a mask, and "
         f"{rows['padded']} cannot be packed. The gradients of one step over documents of "
