@@ -16,7 +16,7 @@ import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is
 from shardtune.errors import first_line
 from shardtune.log import logger, node_logger
 
-# What a compilation raises, and a function that is compiled never.
+# Compilers raise these; a compiled function never does.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 # `compiled` or `eager`, by the name of what this process computes.
 kinds: dict[str, str] = {}

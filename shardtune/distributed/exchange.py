@@ -23,7 +23,8 @@ class Exchange:
     def begin(
         self, sent: Sequence[int], received: Sequence[int], rows: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
-        """Send `sent[r]` rows to rank r of the group; return what waits for `received[r]`."""
+        """Send `sent[r]` rows to rank r of the group; return a function that waits for
+        `received[r]`."""
         output = rows.new_empty(sum(received), rows.shape[-1])
         rows = rows.contiguous()
         work = dist.all_to_all_single(output, rows, received, sent, group=self.group, async_op=True)
@@ -36,7 +37,7 @@ class Exchange:
         return arrive
 
     def there_and_back(self, sent: Sequence[int], received: Sequence[int]) -> tuple[_Map, _Map]:
-        """Return what sends rows and waits for others', and its transpose, which sends these."""
+        """Return a function that exchanges rows, and its transpose, which brings them back."""
         return partial(self._run, sent, received), partial(self._run, received, sent)
 
     def _run(
@@ -46,7 +47,7 @@ class Exchange:
 
 
 def linear_map(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
-    """Apply a linear map, of which `back` is the transpose. Nothing is saved for the backward."""
+    """Apply a linear map; `back`, its transpose, is the backward, and needs no saved tensor."""
     return cast(torch.Tensor, _Linear.apply(rows, there, back))
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this node: those that PyTorch does not see, and what each of them is set to."""
+"""The GPUs of this node: why PyTorch does not see them, and how a process sets its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a node beside its GPUs': how much its processes may still take, and pinned memory."""
+"""The host memory of a node: how much processes may still take, and how they pin it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def available_memory(
 
 
 def _available_in(cgroup: Path) -> int:
-    """Return the limit less the memory in use; cached files count as free, for they can go."""
+    """Return the limit less the memory in use. Cached files can go and count as free."""
     limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
     if limit == "max":
         return psutil.virtual_memory().total
@@ -45,7 +45,7 @@ def _available_in(cgroup: Path) -> int:
 
 
 def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
-    """Return so many zero bytes, uint8, that GPUs copy from and to beside their work.
+    """Return `n_bytes` pinned zero bytes, uint8, which GPUs copy beside their other work.
 
     They are pinned in place: PyTorch's own pinned memory comes in powers of two. `unpin` must come
     before they are freed. `use` and `remedy` are of the message.
@@ -55,7 +55,7 @@ def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
     """
     if not n_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    # Pages that are zero anyway: to write zeros would take as long as to pin them.
+    # New pages are zero already, and writing zeros would take as long as pinning.
     memory = torch.frombuffer(mmap.mmap(-1, n_bytes, flags=_FLAGS), dtype=torch.uint8)
     try:
         _pin_memory_utils.pin_memory(memory.data_ptr(), n_bytes)

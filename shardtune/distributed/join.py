@@ -113,7 +113,7 @@ def _variable(name: str, default: int | None = None) -> int:
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Return the part of the store for these processes alone, when every rank has come.
+    """Wait for every rank, and return a part of the store that no earlier processes have used.
 
     A launcher that starts the ranks again keeps its store, with all that the last ones left there.
 

@@ -1,7 +1,6 @@
 """What a run is, decided once: its ranks, rows and dtypes, and where its states lie.
 
-Plain data, without torch, which the agents do not load. Nothing else asks the configuration for
-these.
+This module has plain data and no torch: agents load it. No other module reads these keys.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Undivided(NamedTuple):
-    """A key whose parts do not divide the ranks that the keys before it have left."""
+    """A degree of the mesh that does not divide the ranks left by the degrees before it."""
 
     key: str
     parts: int
@@ -26,7 +25,7 @@ class Undivided(NamedTuple):
 
     @property
     def nearest(self) -> int:
-        """The number of parts that works and is the nearest, the smaller of two."""
+        """The nearest degree that divides them; the smaller one where two are as near."""
         working = (n for n in range(1, self.ranks + 1) if self.ranks % n == 0)
         return min(working, key=lambda n: abs(n - self.parts))
 
@@ -67,7 +66,7 @@ class Layout:
         is_gpu: bool = False,
         native_dtype: str | None = None,
     ) -> Layout:
-        """Decide what so many ranks of a configuration are.
+        """Decide how a configuration runs on `ranks` ranks.
 
         `native_dtype`: what `model.compute_dtype=auto` is; None: bfloat16 on GPUs, else float32.
         """
@@ -96,26 +95,26 @@ class Layout:
 
     @classmethod
     def divided(cls, ranks: int, degrees: Mapping[str, Any]) -> Layout:
-        """Return the layout of so many ranks with these degrees, by the names of their keys.
+        """Return the layout of `ranks` ranks with these degrees, by the names of their keys.
 
-        Another version may have saved others.
+        A checkpoint of another version may have degrees that this one does not know.
         """
         known = {key: n for key, n in degrees.items() if key in ParallelConfig.model_fields}
         return replace(cls(ranks), **known)
 
     @property
     def stage_ranks(self) -> int:
-        """How many ranks have a stage, and so reduce each of its gradients."""
+        """The ranks of each stage, which reduce each of its gradients."""
         return self.ranks // self.stages
 
     @property
     def shards(self) -> int:
-        """In how many parts a replica of a stage has each weight."""
+        """The number of shards of each weight, one per rank of a replica."""
         return self.stage_ranks // self.replicate
 
     @property
     def expert_shards(self) -> int:
-        """In how many parts a replica has each expert."""
+        """The number of shards of each expert within a replica."""
         return self.shards // self.expert
 
     @property
@@ -125,7 +124,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """How many parts a global batch is in: ranks of one data rank see the same rows."""
+        """The number of parts of a global batch. Ranks that share rows are one data rank."""
         return self.stage_ranks // self.row_ranks
 
     @property
@@ -157,7 +156,7 @@ class Layout:
     def weights_dtype(self) -> str:
         """The dtype of the weights that are read.
 
-        More than the compute dtype's digits of a frozen one would be cast away in each forward.
+        A frozen weight is read in the compute dtype: each forward would cast more digits away.
         """
         return self.compute_dtype if self.is_lora else self.master_dtype
 
@@ -183,14 +182,14 @@ class Layout:
 
     @property
     def optimizer_bytes(self) -> float:
-        """The bytes of the optimizer's states of an element, on the device or its host."""
+        """The bytes of the optimizer's states per element, in device or host memory."""
         from shardtune.optimizers.rules import find_rule  # and torch, which agents do not load
 
         return find_rule(self.optimizer, self.master_dtype).bytes_per_element(self.master_dtype)
 
     @property
     def host_master_bytes(self) -> int:
-        """The bytes of an element's master in host memory: the device may have it itself."""
+        """The bytes per element of masters in host memory; 0 where the device has all digits."""
         is_there = self.offloads and self.device_dtype != self.master_dtype
         return BYTES[self.master_dtype] * is_there
 
@@ -202,11 +201,11 @@ class Layout:
         return self.host_master_bytes + self.optimizer_bytes + BYTES[self.gradient_dtype]
 
     def in_flight(self, stage: int) -> int:
-        """Return how many forwards of a stage wait for their backward at most."""
+        """Return the most micro-batches of a stage that wait for their backward."""
         return min(self.stages - stage, self.micro_batches)
 
     def undivided(self) -> Iterator[Undivided]:
-        """Yield each key that does not divide what the ones before it have left of the ranks.
+        """Yield each degree that does not divide the ranks left by the degrees before it.
 
         The ranks of a stage that share a row may have different shards, or replicas.
         """
@@ -225,7 +224,7 @@ class Layout:
             yield Undivided("parallel.context", self.context, stage_ranks, whole)
 
     def problems(self, nodes_of_ranks: Sequence[int] = ()) -> list[str]:
-        """Return why the ranks cannot be divided, on these nodes where they are known."""
+        """Return why the ranks cannot be divided, given the node of each rank where it is known."""
         problems = []
         for key, parts, ranks, whole in self.undivided():
             remedy = f"one of {divisors(ranks)}" if ranks > 1 else f"{key}=1"
@@ -236,14 +235,14 @@ class Layout:
     def bubble(self) -> float:
         """The share of a step in which a stage has no micro-batch.
 
-        All stages take as long (arXiv 2006.09503, section 2.2).
+        It assumes that all stages take equally long (arXiv 2006.09503, section 2.2).
         """
         return (self.stages - 1) / (self.micro_batches + self.stages - 1)
 
     def split_stage(self, nodes_of_ranks: Sequence[int]) -> str:
-        """Return why a stage is across a part of two nodes, or an empty text.
+        """Return why a stage has some ranks of two nodes, not all of them, or an empty text.
 
-        What crosses nodes would then be gathers and reductions, not hidden states alone.
+        Gathers and reductions would then cross nodes, where hidden states alone should.
         """
         if not _is_split(nodes_of_ranks, self.stages):
             return ""

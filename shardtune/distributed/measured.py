@@ -1,4 +1,4 @@
-"""What the checks before a run have measured of its machine, in run.dir for the plan."""
+"""Bandwidths and rates that the preflight measured, kept in run.dir for the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILE = "preflight.json"
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """The numbers of ranks of the nodes, and figures of the slowest; None: not measured."""
+    """Ranks of each node, and figures of the slowest node; None: not measured."""
 
     ranks: list[int]
     node_bytes_per_s: float | None  # all-reduce of all nodes, bus bandwidth as in nccl-tests
@@ -37,7 +37,7 @@ def write_measured(
 
 
 def read_measured(run_dir: Path, nodes: int, ranks_per_node: int) -> MeasuredMachine:
-    """Read the figures of a check with these nodes and ranks, else a machine without any."""
+    """Read the figures of a preflight on these nodes and ranks; all None if there was none."""
     nothing = MeasuredMachine([], None, None, None)
     try:
         measured = MeasuredMachine(**json.loads((run_dir / _FILE).read_text(encoding="utf-8")))

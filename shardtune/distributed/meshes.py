@@ -1,7 +1,7 @@
 """How the ranks are divided: into stages of layers, replicas, shards and groups that share experts.
 
-A stage has consecutive ranks, and so has each replica in it and each group of experts in that:
-whatever exchanges most stays within a node.
+Stages, replicas and groups of experts have consecutive ranks, so that ranks that exchange most
+share a node.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardtune.distributed.layout import Layout
 class Link(NamedTuple):
     """The rank of a neighbouring stage that sees the same rows, and a group for each direction.
 
-    In one group, a send that waits for its receiver would hold up what comes back, for which that
-    receiver may be waiting.
+    With one group for both directions a send could wait for a receiver that itself waits for this
+    rank's answer behind it.
     """
 
     rank: int
@@ -37,7 +37,8 @@ class Meshes:
     expert_mesh: DeviceMesh | None = None
     before: Link | None = None  # to the stage before this rank's
     behind: Link | None = None  # to the one behind
-    # With replicas, by the dimensions in which a replica cuts a weight: these and then `replicate`.
+    # With replicas: the mesh of all copies, whose dimensions are in the order in which they cut a
+    # weight, `replicate` last.
     of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
     # On GPUs the ranks of `shard` and `expert_shard` once more: collectives of one group queue.
     for_reductions: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Meshes:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups but that of all ranks."""
+        """All groups but the default group of all ranks."""
         meshes = filter(None, (self.mesh, self.expert_mesh))
         links = filter(None, (self.before, self.behind))
         return [
@@ -84,7 +85,7 @@ def build_meshes(device: torch.device, layout: Layout) -> Meshes:
 
 
 def _consecutive(size: int, number: int) -> dist.ProcessGroup | None:
-    """Return the group of so many consecutive ranks that this one is in. Collective."""
+    """Return this rank's group of `size` consecutive ranks. Collective."""
     if number == 1:
         return None
     groups = [[*range(first, first + number)] for first in range(0, size, number)]

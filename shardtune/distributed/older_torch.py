@@ -41,7 +41,7 @@ def _adapt() -> None:
         if not hasattr(dist, name):
             setattr(dist, name, getattr(dist, older))
     kernels, attend = cast(Any, varlen), varlen.varlen_attn
-    # 2.11 has no check of heads, and its kernels take fewer heads of keys and values.
+    # PyTorch 2.11 does not check heads, though its kernels take fewer heads of keys and values.
     if "enable_gqa" not in inspect.signature(attend).parameters:
         kernels.varlen_attn = lambda *given, enable_gqa, **options: attend(*given, **options)
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:

@@ -19,7 +19,7 @@ __all__ = ["STEP_PHASES", "Phase", "Progress"]
 class Progress:
     """Tells the agent of this node where the main thread is, and times its phases.
 
-    Ranks of a stage have the same number of arrivals, and all ranks that of meetings.
+    Ranks of a stage count equal `arrivals`, and all ranks count equal `meetings`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Hold a collective of this rank's stage: the first rank waits in it for the last.
+        """Time a collective of this rank's stage, in which its first rank waits for the last.
 
         The clock is that of the current stream on a GPU, else the host's.
         """
@@ -58,7 +58,7 @@ class Progress:
 
     @contextlib.contextmanager
     def message(self) -> Iterator[None]:
-        """Hold a message from another stage or to one, within `waiting`."""
+        """Mark a message between stages, within `waiting`."""
         self.record.waits_for_stage = True
         try:
             yield
@@ -82,8 +82,8 @@ class Progress:
             self.record.thread = main
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds in each phase of a step since the last call, without its waits, and
-        as `waiting` these.
+        """Return the seconds of each phase since the last call without its waits, and all waits as
+        `waiting`.
 
         The device must have finished all work that it was given.
         """

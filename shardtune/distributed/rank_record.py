@@ -53,7 +53,7 @@ def place(phase: Phase, step: int | None) -> str:
 class Failure:
     """Why a rank or a launch ends: its exit code and its last lines. Code 0 is a success.
 
-    `lost_connection`: a rank lost its connection to another one, which may be the cause.
+    `lost_connection`: the connection to another rank broke, so that rank may be the cause.
     `may_restart`: the same ranks may go on after a restart. An agent adds the rest. `stuck`: ranks
     that hold up the run. `restart`: the number of the restart that follows, or 0; `resume` is its
     run.resume where that changes.
@@ -71,11 +71,11 @@ class Failure:
 class RankRecord(ctypes.Structure):
     """One rank's record, in which the agent sees every assignment. The rank is its only writer.
 
-    `arrivals` counts how often the rank has come to a place where it needs others, and `meetings`
-    those where it needs all of them. Ranks of one `stage` have the same places. `waits_for_stage`:
-    a message of another stage is to come, or to arrive there. `thread` identifies the thread whose
-    stack says where the rank is. `has_started`: faulthandler listens.
-    `limits_steps`: a step has ended, and from now on none may take longer than its time limit.
+    `arrivals` counts the places at which the rank needed other ranks, and `meetings` the places at
+    which it needed all. Ranks of one `stage` have the same places. `waits_for_stage`: it waits for
+    a message between stages. `thread` identifies the thread whose stack says where the rank is.
+    `has_started`: faulthandler listens. `limits_steps`: a step has ended, and from now on none may
+    take longer than its time limit.
     """
 
     _fields_ = (

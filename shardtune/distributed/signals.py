@@ -1,4 +1,4 @@
-"""Signals end the process before training; during training all ranks agree to save and stop."""
+"""Signals: before training they end the process; in training all ranks agree to save and stop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def end_on_signal(when: str, code: int) -> None:
 
 
 def _raise_again(lost: sys.UnraisableHookArgs) -> None:
-    """Raise an Aborted once more: Python drops what is raised in a finalizer, where it landed."""
+    """Raise Aborted again where Python dropped it: a signal may have arrived in a finalizer."""
     ending = lost.exc_value
 
     def again(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Values that processes leave in the launcher's store; one may come hours after another."""
+"""Values in the launcher's store, by which processes agree even if one comes hours later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
-    """Ask until all keys are in the store: a wait of the store's own hears no signals.
+    """Poll until all keys are in the store. The store's own wait would not react to signals.
 
     Raises:
         TimeoutError: they are not within `timeout_s` seconds.

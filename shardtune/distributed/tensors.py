@@ -45,7 +45,7 @@ def copy_slice(whole: torch.Tensor, sharded: torch.Tensor) -> None:
 
 
 def slice_like(whole: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, where the other one is a DTensor, else all."""
+    """Return this rank's part of `whole`, cut as `sharded` is; all of it if that is no DTensor."""
     if not isinstance(sharded, DTensor):
         return whole
     shape, offset = compute_local_shape_and_global_offset(
@@ -58,7 +58,7 @@ def slice_like(whole: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
 def sharded_as(
     sharded: torch.Tensor, local: torch.Tensor, whole: torch.Size | None = None
 ) -> torch.Tensor:
-    """Return this rank's part, on any device, of a tensor that is sharded as another one.
+    """Return a DTensor that is sharded as another one, from this rank's part on any device.
 
     `whole`: the shape of all parts together, if not that of the other one. `DTensor.from_local`
     moves a part to the mesh's device.

@@ -34,7 +34,7 @@ _AGENTS_END_FIRST_S = 60
 class World:
     """One process's place in the run.
 
-    `mesh` holds every rank of this rank's stage in a dimension `shard`, behind `replicate` if there
+    `mesh` has the ranks of this rank's stage: its dimension is `shard`, behind `replicate` if there
     are several copies. `expert_mesh`, with parallel.expert above 1, divides each `shard` into
     `expert_shard` groups of `expert` consecutive ranks, which share one set of experts.
     """
@@ -64,7 +64,7 @@ class World:
 
     @property
     def stage(self) -> int:
-        """The part of the layers that this rank has."""
+        """The number of this rank's stage."""
         return self.rank // self.layout.stage_ranks
 
     @property
@@ -78,12 +78,12 @@ class World:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which slice of its rows this rank has, and of how many."""
+        """The number of this rank's slice of its rows, and the number of slices."""
         return self.rank % self.layout.row_ranks, self.layout.row_ranks
 
     @property
     def data_rank(self) -> int:
-        """The part of a global batch that this rank sees."""
+        """The number of the part of a global batch that this rank sees."""
         return self.stage_rank // self.layout.row_ranks
 
     @property
@@ -163,7 +163,7 @@ class World:
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its own result on each: collective.
 
-        A rank that refuses while the others are hours from their end does so after a short wait.
+        A rank that refuses does not wait for hours until the others have ended their work.
 
         Raises:
             UserError: on every rank, if `work` refused on any: the problems of all ranks, each
@@ -209,7 +209,7 @@ class World:
 def set_collective_timeout(timeout_s: float, groups: Iterable[dist.ProcessGroup]) -> None:
     """Set the timeout of these groups and of the group of all ranks, past the agents' limit.
 
-    PyTorch has no public name for it before 2.15, and its trainers use the other.
+    PyTorch has a public function for it since 2.15 only.
     """
     set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     timeout = datetime.timedelta(seconds=timeout_s + _AGENTS_END_FIRST_S)

@@ -1,1 +1,1 @@
-"""What an optimizer is: its update and what that keeps of each weight, whatever the ranks."""
+"""Optimizers: their updates, and the states that they keep of each weight, on one rank."""

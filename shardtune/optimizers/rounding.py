@@ -1,8 +1,7 @@
 """Store float32 values in fewer bits, rounded at random: bfloat16, and codes of 8 bits in blocks.
 
 The random numbers are a hash of (seed, step, tensor name, index of the element in the whole
-tensor). They need no state in a checkpoint, and each rank makes those of its own elements, whatever
-its mesh.
+tensor). A checkpoint needs no state of theirs, and ranks draw the same numbers on any mesh.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SCALE_BLOCK = 256  # elements of a weight's last dimension whose codes share a s
 def noise_keys(seed: int, step: int, names: Iterable[str], device: torch.device) -> torch.Tensor:
     """Return the keys of three independent noises for each tensor, int32 [tensors, 4].
 
-    The fourth is unused: with it kernels read each row aligned.
+    The fourth column is padding: kernels then read aligned rows.
     """
     digests = (hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest() for name in names)
     keys = [
@@ -57,7 +56,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def store_rounded(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor) -> None:
-    """Write float32 values; into bfloat16, their upper 16 bits, by chance one more."""
+    """Write float32 values. bfloat16 gets their upper 16 bits, and by chance one unit more."""
     if target.dtype == torch.bfloat16:
         bits = (value.view(torch.int32) + _shift_right(noise, 16)) & -(2**16)
         value = bits.view(torch.float32)
@@ -65,7 +64,7 @@ def store_rounded(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor
 
 
 def magnitudes(bits: int) -> torch.Tensor:
-    """Return the 2 ** bits values that codes stand for, from 0 to 1, ascending: a dynamic map.
+    """Return the 2 ** bits values of the codes, ascending from 0 to 1: a dynamic map.
 
     Each decade has twice as many evenly spaced values as the one below it (arXiv 1511.04561).
     """
@@ -78,7 +77,7 @@ def magnitudes(bits: int) -> torch.Tensor:
 def lower_codes(values: torch.Tensor) -> torch.Tensor:
     """Return the code of the largest value not above x, by the upper 16 bits of a float32 x <= 1.
 
-    It is right where x has no more bits; else the next one may be.
+    The entry is exact if x has no lower bits; otherwise the next code may be right.
     """
     cell_of_one = 0x3F80
     cells = (torch.arange(cell_of_one + 1, dtype=torch.int32) << 16).view(torch.float32)
@@ -86,7 +85,7 @@ def lower_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 class CodeTable(NamedTuple):
-    """What the codes of a moment stand for, as shares of the block's largest size."""
+    """The values of a moment's codes, as shares of the largest size in the block."""
 
     values: torch.Tensor  # of each code [256]; the sign is the upper bit of signed ones
     sizes: torch.Tensor  # ascending, without sign [128 or 256]
@@ -107,14 +106,14 @@ def code_tables(device: torch.device) -> tuple[CodeTable, CodeTable]:
 
 
 def in_blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """Return [rows, blocks, SCALE_BLOCK] of a matrix, with zeros behind a rest."""
+    """Return a matrix as [rows, blocks, SCALE_BLOCK], the last block filled up with zeros."""
     rest = -matrix.shape[1] % SCALE_BLOCK
     padded = nn.functional.pad(matrix, (0, rest)) if rest else matrix
     return padded.unflatten(1, (-1, SCALE_BLOCK))
 
 
 def _of_elements(scales: torch.Tensor, n_columns: int) -> torch.Tensor:
-    """Return the scale [rows, columns] of each element from those of blocks."""
+    """Repeat the scales of blocks for their elements: [rows, columns]."""
     wide = scales[:, :, None].expand(-1, -1, SCALE_BLOCK).flatten(1)
     return wide[:, :n_columns]
 

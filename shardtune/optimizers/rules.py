@@ -24,7 +24,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class State(NamedTuple):
-    """A tensor that an optimizer keeps of a weight: of its shape, or with a number per block."""
+    """A tensor that an optimizer keeps of a weight: it has the weight's shape, or one number a
+    block."""
 
     dtype: torch.dtype
     is_per_block: bool = False
@@ -35,13 +36,13 @@ class State(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """An optimizer: what it keeps of each weight, and how a step updates both. Nobody builds one.
+    """An optimizer: the states that it keeps of each weight, and their update. It has no instances.
 
     Attributes:
         name: that of `optimizer.name`.
         masters: dtypes of the weights that it updates.
         hyperparameters: the keys of `optimizer` that it reads beside `lr` and `weight_decay`.
-        price: in words, of taking it to save memory; empty where it saves none.
+        price: the drawback, in words, of an optimizer that saves memory; empty for others.
         has_blocks: no rank's part of a matrix may cut a block of SCALE_BLOCK columns.
         is_fused: a kernel of PyTorch's updates many weights. Any other rule is compiled where that
             works.
@@ -59,7 +60,7 @@ class UpdateRule(ABC):
     @classmethod
     @abstractmethod
     def states(cls, master: torch.dtype, is_matrix: bool = True) -> dict[str, State]:
-        """Return what it keeps of a weight, by the names that a checkpoint has. At most three."""
+        """Return the states of a weight, at most three, by their names in a checkpoint."""
 
     @classmethod
     def bytes_per_element(cls, master: str) -> float:
@@ -75,9 +76,9 @@ class UpdateRule(ABC):
     @staticmethod
     @abstractmethod
     def factors(group: Mapping[str, Any], step: int, scale: float, device: torch.device) -> Any:
-        """Return the numbers of a step. `scale`: by which each gradient is multiplied in float32.
+        """Return the numbers of a step. `scale` multiplies each gradient, in float32.
 
-        As float32 scalars on the device they change without another compilation.
+        They are float32 scalars on the device: a new value needs no new compilation.
         """
 
     @staticmethod
@@ -97,7 +98,7 @@ class UpdateRule(ABC):
                 of these, of several weights, and nothing else but the factors.
             factors: what `factors` has returned.
             rows, columns: their numbers in the whole tensor, int64 [rows] and int32 [columns].
-            key: of the noise of the weight and up to three states, int32 [4].
+            key: keys of the noise of the weight and of up to three states, int32 [4].
             tables: the codes of 8 bits of a state with signs and of one without.
         """
 
@@ -167,8 +168,8 @@ class AdamW(UpdateRule):
             store_rounded(tensors["exp_avg_sq"], second, noise(key[2]))
             return
         if torch.compiler.is_compiling():
-            # Computed again, from what is read anyway. Else a compiled update would write both
-            # moments in float32, and read them when it knows the largest of each block.
+            # The moments are computed again. A compiled update would otherwise write both in
+            # float32, and read them back when it knows the largest of each block.
             blocks = {
                 name: tensor[:, :, None] if name.endswith("scale") else in_blocks(tensor)
                 for name, tensor in tensors.items()

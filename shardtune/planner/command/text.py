@@ -44,7 +44,7 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
         )
         yield ""
     yield f"Received in a step, GB (as {plan.machine.backend} moves it):"
-    rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
+    rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in sorted(between)]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""
     bubble = f" (a bubble of {plan.layout.bubble:.0%} in it)" if plan.layout.bubble else ""
