@@ -45,7 +45,7 @@ from shardtune.training.states.reshard import (
 )
 from shardtune.training.states.state_bytes import StateBytes, state_bytes
 
-TILE_TOKENS = 8192  # of a rank, in a tile: fewer save little and cost as much
+TILE_TOKENS = 8192  # of a rank in a tile: smaller tiles save little memory and cost as much time
 
 
 def make_plan(
@@ -54,10 +54,10 @@ def make_plan(
     machine: Machine,
     simulations: Simulations | None = None,
 ) -> Plan:
-    """Plan a run without a device, weights, tokenizer or data, as the first rank of each stage.
+    """Plan a run as the first rank of each stage, without a device, weights, tokenizer or data.
 
-    Where it does not fit, experts and MLPs run in tiles, if it fits so. Plans of one model may
-    share `simulations`.
+    If a run does not fit whole but fits in tiles, plan it in tiles. Plans of one model may share
+    `simulations`.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
@@ -76,7 +76,7 @@ def bound_plan(
 ) -> Plan:
     """Plan a run from shapes alone, in milliseconds.
 
-    `world`: the run's own, whose other ranks have no part in it. A simulated step has collectives.
+    `world`: that of a real run. No collective runs in it, since other ranks do not call this.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
@@ -89,7 +89,7 @@ def bound_plan(
 
 
 class _Planner:
-    """Plans the stages of a run; by shapes alone without `simulations`."""
+    """Plans the stages of a run by simulated steps, or without `simulations` by shapes alone."""
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class _Planner:
         self._machine, self._simulations = machine, simulations
 
     def stages(self, tiles: int = 1) -> list[Plan]:
-        """Return the plan of each stage; in tiles, up to the first that does not fit."""
+        """Return the plan of each stage; in tiles, stop at the first stage that does not fit."""
         config, model_config, machine = self._config, self._model_config, self._machine
         parts: list[Plan] = []
-        alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
+        first_alike: dict[tuple[Hashable, ...], int] = {}  # middle stage, by kinds of its layers
         layout = machine.layout(config)
         for stage in range(layout.stages):
             with fake_world(layout, machine.ranks_per_node, stage) as world:
@@ -113,10 +113,11 @@ class _Planner:
                     require_trainable(config, model_config, world)
                     whole = whole_on_meta(config, model_config, world)
                     kinds = layer_kinds(whole)
-                own = layers_of_stages(whole, layout.stages)[stage]
+                layers = layers_of_stages(whole, layout.stages)[stage]
                 if 0 < stage < layout.stages - 1:
-                    first = alike.setdefault(tuple(kinds[own.start : own.stop]), stage)
-                    if first < stage:  # which has fewer micro-batches in flight
+                    first = first_alike.setdefault(tuple(kinds[layers.start : layers.stop]), stage)
+                    # A later stage has fewer micro-batches in flight, so it needs no more memory.
+                    if first < stage:
                         parts.append(_moved(parts[first], by=(stage - first) * layout.stage_ranks))
                         continue
                 parts.append(self.stage(world, tiles))
@@ -125,18 +126,18 @@ class _Planner:
         return parts
 
     def stage(self, world: World, tiles: int = 1) -> Plan:
-        """Plan this rank's stage in a world, without other ranks."""
+        """Plan the stage of `world`'s rank."""
         config, machine, layout = self._config, self._machine, world.layout
-        own = build_on_meta(config, self._model_config, world)
+        model = build_on_meta(config, self._model_config, world)
         whole = whole_on_meta(config, self._model_config, world)
-        owned = OwnedParameters(own, world)
+        owned = OwnedParameters(model, world)
         optimizer = build_optimizer(owned, config)
-        states, kept = state_bytes(own, optimizer, layout), kept_bytes(own, layout)
+        states, kept = state_bytes(model, optimizer, layout), kept_bytes(model, layout)
         policy = self._policy(kept, states, layout)
         shapes = Shapes(whole)
         updated = [to_local(p).numel() for p in owned.by_name.values()]
         link = host_link(sum(updated), policy, layout)
-        storage = plan_storage(own, config, self._model_config, states, shapes, machine, world)
+        storage = plan_storage(model, config, self._model_config, states, shapes, machine, world)
         step = Step(config, policy, world, tiles=tiles)
         measured, reason = self._measure(step, whole)
         if measured:
@@ -144,14 +145,14 @@ class _Planner:
             memory = partial(step_memory, measured, states, optimizer, pieces, machine)
             traffic = measured.step_traffic(layout.micro_batches)
             peaks, peak_bytes = memory()
-            needed_bytes = peak_bytes
+            needed_bytes = peak_bytes  # groups stay gathered only in memory that is left
             if not policy.kept_groups:
-                policy, gathered = self._keep_groups(own, kept, states, world, peak_bytes, traffic)
+                policy, gathered = self._keep(model, kept, states, world, peak_bytes, traffic)
                 peaks, peak_bytes = memory(gathered)
         else:
             keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
             traffic = least_traffic(shapes, world.stage, keeps, layout)
-            peak = bounded_memory(own, shapes, config, states, world)
+            peak = bounded_memory(model, shapes, config, states, world)
             peaks, needed_bytes = {"any phase": peak}, peak.n_bytes + machine.allowance_bytes
             peak_bytes = needed_bytes
         return Plan(
@@ -178,14 +179,14 @@ class _Planner:
         )
 
     def _measure(self, step: Step, whole: PreTrainedModel) -> tuple[Measured | None, str]:
-        """Return what a simulated step shows, or None and the reason why there is none."""
+        """Return the measures of a simulated step, or None and why no step could be simulated."""
         if not self._simulations:
             return None, "no step was simulated"
         try:
             return self._simulations.measure(step, whole), ""
         except UserError:
             raise
-        except Exception as error:  # any architecture may ask for something else
+        except Exception as error:  # each architecture fails in its own way on fake tensors
             kind = whole.config.model_type
             return None, f"no step of {kind} can be simulated: {first_line(error)}"
 
@@ -198,7 +199,7 @@ class _Planner:
         policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
         return policy
 
-    def _keep_groups(
+    def _keep(
         self,
         model: PreTrainedModel,
         kept: KeptBytes,
@@ -207,44 +208,41 @@ class _Planner:
         peak_bytes: int,
         traffic: Counter[Collective],
     ) -> tuple[ReshardPolicy, int]:
-        """Let as many groups stay gathered as a peak leaves room for, and take them from traffic.
+        """Keep groups gathered in the room beside the peak, and take their gathers from `traffic`.
 
         Return the policy, and the bytes that these groups add to the peak.
         """
         groups = _gathering_ranks(model, world)
-        # A group that one rank has whole is copied, which takes less time than its memory is worth.
+        # A group that one rank holds whole is only copied, which costs less than its memory.
         shared = sum(len(ranks) > 1 for ranks in groups)
         fitting = groups_in(kept, room_beside(peak_bytes, self._machine.memory_bytes))
         policy = self._policy(kept, states, world.layout, min(fitting, shared))
         sizes = kept.parameters[: policy.kept_groups]
         micro_batches = world.layout.micro_batches
         for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
-            # What stands around the layers stays from the forward to the backward in any case.
+            # FSDP2 keeps the root (embedding, norm, head) from the forward to the backward anyway.
             gathers = 2 * micro_batches if number else micro_batches
             traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
-        return policy, sum(sizes[1:])  # what stands around the layers is gathered at each peak
+        return policy, sum(sizes[1:])  # the root is gathered at each peak anyway
 
 
 def _moved(plan: Plan, by: int) -> Plan:
-    """Copy the plan of a stage for one that is alike, whose ranks are higher by `by`."""
-    (own,) = plan.traffic
-    moved = {Collective(kind, tuple(r + by for r in ranks)): n for (kind, ranks), n in own.items()}
-    return replace(plan, traffic=(Counter(moved),))
+    """Copy the plan of a stage for a later stage that is alike; shift its ranks by `by`."""
+    (traffic,) = plan.traffic
+    moved = Counter({Collective(k, tuple(r + by for r in rs)): n for (k, rs), n in traffic.items()})
+    return replace(plan, traffic=(moved,))
 
 
 def _join(stages: Sequence[Plan]) -> Plan:
-    """Return the plan of a run from those of its stages.
-
-    Peaks are those of the stage with the highest, and states those of the one with the largest.
-    """
+    """Join the plans of stages to the plan of a run, whose memory is the fullest stage's."""
     storage = join_storage([stage.storage for stage in stages])
     times = [stage.kernels_s for stage in stages if stage.kernels_s is not None]
     return replace(
         max(stages, key=lambda stage: stage.peak_bytes),
         pinned_bytes=storage.pinned_bytes,
         traffic=tuple(stage.traffic[0] for stage in stages),
-        host_link=max((stage.host_link for stage in stages), key=lambda each: each.update),
-        states=max((stage.states for stage in stages), key=lambda each: each.total),
+        host_link=max((stage.host_link for stage in stages), key=lambda link: link.update),
+        states=max((stage.states for stage in stages), key=lambda states: states.total),
         policies=tuple(stage.policies[0] for stage in stages),
         needed_bytes=max(stage.needed_bytes for stage in stages),
         storage=storage,
@@ -255,14 +253,11 @@ def _join(stages: Sequence[Plan]) -> Plan:
 def _kernel_seconds(
     measured: Measured | None, states: StateBytes, link: HostLink, layout: Layout, machine: Machine
 ) -> float | None:
-    """Return the seconds of a step's kernels, the update's with them; None on CPUs.
-
-    An update of states in host memory takes as long as their copies.
-    """
+    """Return the seconds of a step's kernels and of its update; None on CPUs."""
     if not measured or not machine.is_gpu:
         return None
     gpu = gpu_of(machine.memory_bytes)
-    update_s = link.update.seconds(machine)
+    update_s = link.update.seconds(machine)  # with offload an update lasts as long as its copies
     if not layout.offloads:
         # Adapters, their gradients and moments are float32.
         weights = states.gradients if layout.is_lora else states.parameters
@@ -273,7 +268,7 @@ def _kernel_seconds(
 
 
 def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ...]]:
-    """Return the ranks that gather each of `gathered_groups` together."""
+    """Return, for each of `gathered_groups`, the ranks that gather it."""
     ranks = []
     for parameters in gathered_groups(model).values():
         mesh = world.mesh["shard"]
@@ -284,7 +279,7 @@ def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ..
 
 
 def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
-    """Return the FLOPs of a step of full rows, recomputation left out; None if not known."""
+    """Return the FLOPs of a step of full rows without recomputation; None if not known."""
     try:
         return count_flops(model).per_step(np.full(rows, length), rows * (length - 1))
     except NotCounted:

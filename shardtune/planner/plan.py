@@ -1,4 +1,4 @@
-"""A plan: the memory that a run takes of a rank by cause and phase, its traffic and its time."""
+"""A plan of a run: memory of a rank by phase and cause, traffic and time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from shardtune.training.states.state_bytes import StateBytes
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Estimate):
-    """A run whose step is simulated. Where none is, memory is bounded by shapes alone."""
+    """A run whose step was simulated, or whose memory is bounded by shapes, as `reason` says."""
 
     parameters: int  # of the whole model
     trained_parameters: int
     states: StateBytes
     policies: tuple[ReshardPolicy, ...]  # of each stage
     tiles: int  # in which experts and MLPs run, see `tile_layers`
-    needed_bytes: int  # without groups that stay gathered although others have no room
-    peaks: dict[str, Peak]  # by phase, the states included and the allowance not
-    attention: str  # how the model attends; empty if `reason` is not
+    needed_bytes: int  # the peak if no group stayed gathered in memory that is left
+    peaks: dict[str, Peak]  # by phase, with states, without the device's allowance
+    attention: str  # the attention that the model takes; empty in a bound
     reason: str  # why no step was simulated; empty if one was
     shapes: Shapes
     storage: Storage
-
-    # Seconds of a step's kernels one after another, its bubble left out; None where none are known.
-    kernels_s: float | None
+    kernels_s: float | None  # of a step in sequence, without its bubble; None if not known
 
     @property
     def allocated_bytes(self) -> int:
@@ -38,7 +36,7 @@ class Plan(Estimate):
 
     @property
     def kept_groups(self) -> list[int]:
-        """The groups that stay gathered in each stage, see `gathered_groups`."""
+        """The number of groups that stay gathered in each stage, see `gathered_groups`."""
         return [policy.kept_groups for policy in self.policies]
 
     @property
@@ -48,15 +46,13 @@ class Plan(Estimate):
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether it certainly does not fit: a bound may be far above the peak.
-
-        Beside a bound the device's allowance does not count: nobody has measured it, and a small
-        model would be refused on a small GPU.
-        """
+        """Whether the run certainly does not fit, which a high bound does not prove."""
+        # A bound has no allowance for the device here: it is an assumption, and would refuse
+        # small models on small GPUs.
         least = self.states.total if self.reason else self.peak_bytes
         return least > self.machine.memory_bytes or not self.host_fits
 
     @property
     def eager_s(self) -> float | None:
-        """About the seconds of a step on one kind of GPU, whose kernels move what they move."""
+        """Estimated seconds of a step with eager kernels, on an H100 or H200."""
         return None if self.kernels_s is None else self.kernels_s / (1 - self.layout.bubble)

@@ -1,7 +1,7 @@
-"""The plan of a run: made before its weights are loaded, and held against it at its end.
+"""Plan a run before its weights load, and compare the plan with the run at its end.
 
-Where a bound from shapes alone is far below the memory, it is the plan. Otherwise a process of rank
-0 simulates a step while the data is tokenized.
+A bound from shapes that is far below the memory is the plan. Otherwise a process of rank 0
+simulates a step while the data is tokenized.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shardtune.training.observers.metrics import Metrics, peak_memory_bytes, rea
 from shardtune.training.run import Run
 from shardtune.units import gb
 
-_BOUND_SUFFICES = 0.1  # of the memory
+_BOUND_SUFFICES = 0.1  # share of the memory below which a bound is the plan
 _SIMULATED_WITHIN_S = 180.0
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ class RunPlan:
     """The plan of one run. Every method is collective."""
 
     def __init__(self, run: Run, model_config: PreTrainedConfig) -> None:
-        """Begin to plan on rank 0, beside the work of the run."""
+        """Start the plan on rank 0, in a process beside the run's own work."""
         config, world = run.config, run.world
         self._run, self._model_config = run, model_config
         self.device_peak = device_peak(DTYPES[world.layout.compute_dtype], world)
@@ -77,7 +77,7 @@ class RunPlan:
             native_dtype=native_dtype(world.device),
             host_bytes=min(world.all_gather_json(available_memory())),
         )
-        self._held_bytes = 0  # by the process itself, before the run's tensors
+        self._held_bytes = 0  # by a CPU process before the run's tensors exist
         self._prediction: Prediction | None = None
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
@@ -87,15 +87,16 @@ class RunPlan:
                 self._process = _simulate(run, self._machine)
 
     def require_fit(self, total_steps: int) -> Prediction:
-        """Log the verdict, and a mesh that is much faster on the links that the preflight measured.
+        """Log the verdict, and a mesh that the preflight's bandwidths make much faster.
 
-        Call it last before loading: a simulation ends meanwhile.
+        Call it just before loading, so that the simulation has the time until then.
 
         Raises:
-            UserError: the run does not fit, and run.ignore_plan does not say to start all the same.
+            UserError: the run does not fit, and `run.ignore_plan` is false.
         """
         self._require_room(total_steps)
         config, world = self._run.config, self._run.world
+        # Only rank 0 has the plan; all ranks must agree to start or to refuse.
         self._prediction = prediction = world.on_rank0(self._predict)
         if not self._machine.is_gpu:
             held = psutil.Process().memory_info().rss
@@ -116,7 +117,7 @@ class RunPlan:
         return prediction
 
     def _require_room(self, total_steps: int) -> None:
-        """Hold the disks against what the run will write there."""
+        """Compare the free room of the disks with the bytes that the run will write."""
         run = self._run
         bound = self._bound if run.world.is_main else None
         written = [bound.storage.checkpoint_bytes, bound.storage.exported_bytes] if bound else []
@@ -130,18 +131,19 @@ class RunPlan:
             require_room(disk, part, models, saves, run.config, resumed)
 
     def _suggest_mesh(self) -> None:
-        """Log a mesh with which a step takes less than two thirds of its time, on rank 0."""
+        """Log on rank 0 a mesh with which a step takes less than two thirds of the time."""
         search = Search(self._bound, Simulations(self._model_config))
         if fastest := search.much_faster_mesh():
+            configured = search.configured
             logger.info(
-                f"Mesh: a step takes at least {search.own.floor_s:.3g} s, {search.own.bound_by}, "
+                f"Mesh: a step takes at least {configured.floor_s:.3g} s, {configured.bound_by}, "
                 f"by the bandwidths of the preflight, and {fastest.floor_s:.3g} s with "
                 f"{launch_command(fastest, sys.argv[1:])} (shardtune plan simulates its memory)"
             )
 
     @contextlib.contextmanager
     def compared(self, metrics: Metrics) -> Iterator[None]:
-        """Write the plan to metrics.jsonl, and after the steps again, with what was measured."""
+        """Write the plan to metrics.jsonl, and again after the steps with the measured figures."""
         run, prediction = self._run, self._prediction
         assert prediction
         first_step = run.resumed.step if run.resumed else 0
@@ -172,7 +174,7 @@ class RunPlan:
         logger.info(_comparison(prediction, self._held_bytes, peak, seconds))
 
     def _predict(self) -> Prediction:
-        """Wait for the plan, on rank 0."""
+        """Wait on rank 0 for the simulated plan, or return the bound."""
         if self._process is None:
             return as_prediction(self._bound)
         # The agent ends a rank that does nothing for longer than a step may take.
@@ -205,6 +207,7 @@ def _simulate(run: Run, machine: Machine) -> subprocess.Popen[str]:
         "is_resumed": run.resumed is not None,
         "parent": os.getpid(),
     }
+    # The process is no rank: it must not write into the rank's record or stack.
     env = {key: value for key, value in os.environ.items() if key not in (RECORDS, STACK)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CHECKOUT), env.get("PYTHONPATH")]))
@@ -218,7 +221,7 @@ def _simulate(run: Run, machine: Machine) -> subprocess.Popen[str]:
 
 
 def _predict_in_process(request: dict[str, Any]) -> Prediction:
-    """Simulate a step, and look for changes with which the run fits where it does not."""
+    """Simulate a step; if the run does not fit, look for changes that make it fit."""
     config = Config.model_validate(request["config"])
     machine = Machine(**request["machine"])
     model_config = read_model_config(config.model, config.data.max_length)
@@ -231,7 +234,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
 
 
 def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
-    """Return a plan's figures and verdict. `changes`: plans that would help."""
+    """Return a plan's figures and verdict. `changes`: plans that fit."""
     beside_tensors = 0 if plan.machine.is_gpu else plan.machine.allowance_bytes
     return Prediction(
         peak_bytes=plan.allocated_bytes + beside_tensors,
@@ -250,9 +253,9 @@ def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
 
 
 def _comparison(prediction: Prediction, held_bytes: int, peak: float, seconds: float) -> str:
-    """Return a line that holds the measured peak and time against the planned ones."""
+    """Return a line that compares measured peak and time with the planned ones."""
     at_most = "" if prediction["source"] == "simulated step" else "at most "
-    # On CPUs the process is measured, which holds more than the plan counts.
+    # On CPUs the measured peak is the whole process's, which holds more than planned tensors.
     before = f" ({gb(held_bytes, 2)} GB before the weights, the rest tensors)"
     held = before if held_bytes else ""
     process = " (the process, with mapped files and freed memory)" if held_bytes else ""

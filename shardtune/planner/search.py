@@ -1,7 +1,7 @@
-"""The fastest mesh that fits; where none does, other settings with which one would.
+"""Search the fastest mesh that fits, or settings that make one fit.
 
-All meshes at the same effective batch are compared by arithmetic on shapes. At most four steps are
-simulated: those of the three most promising ones, and where none fits, of the surest.
+Arithmetic on shapes compares all meshes of the same effective batch. At most four steps are
+simulated: of the three fastest meshes, and if none of them fits, of the leanest one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from shardtune.planner.status_lines import Say, silent
 
 _MOST_SIMULATED = 4
 _MOST_WANTED = 3
-_SLOW = 1.5  # times the step of the fastest mesh: then a run says so
-_FASTER = 0.95  # times a step: a smaller gain is not worth a change
-_MARGIN = 0.95  # of the memory, where no step is simulated
+_SLOW = 1.5  # ratio to the fastest mesh's step from which a run suggests that mesh
+_FASTER = 0.95  # a change must shorten a step at least to this share
+_MARGIN = 0.95  # share of the memory that a mesh may take by arithmetic alone
 _TRIAL_LAYERS = 4
 _MOST_RANKS = 4096
 _ROUNDING = {"model.master_dtype", "model.reduce_dtype", "optimizer.name"}
@@ -53,30 +53,31 @@ class Search:
         self,
         plan: Plan,
         simulations: Simulations,
-        may_change: Callable[[str], bool] = bool,  # a key is not empty
+        may_change: Callable[[str], bool] = bool,  # every key: a name is not empty
         say: Say = silent,
     ) -> None:
-        """`say` is called before each step that is simulated."""
+        """Search around `plan`, and call `say` before each simulated step."""
         self.plan, self._simulations = plan, simulations
         self._may_change, self._say = may_change, say
 
     @cached_property
-    def own(self) -> Estimate:
-        """The run's own mesh, by arithmetic."""
+    def configured(self) -> Estimate:
+        """The run as it is configured, by arithmetic."""
         return self._estimate(self.plan.config, self.plan.shapes)
 
     def much_faster_mesh(self) -> Estimate | None:
-        """Return the fastest mesh, if a step of the run's own is slower by half."""
-        return self._by_arithmetic({}, self.own.floor_s / _SLOW)
+        """Return the fastest mesh, if a step of the configured one takes 1.5 times as long."""
+        return self._by_arithmetic({}, self.configured.floor_s / _SLOW)
 
     def changes(self) -> list[Plan]:
-        """Return changes that fit, the fastest first; none if a run that fits is the fastest.
+        """Return plans that fit, the fastest first.
 
-        That is one other mesh, or where none fits, several, each with the fewest other settings.
+        For a run that fits, return a faster mesh, if any. For one that does not, return up to
+        three plans with the fewest other settings.
         """
         plan = self.plan
         # Assume the same error factor for all meshes.
-        factor = 1.0 if plan.reason else plan.needed_bytes / self.own.peak_bytes
+        factor = 1.0 if plan.reason else plan.needed_bytes / self.configured.peak_bytes
         groups = settings(
             [*same_training(plan.layout, plan.shapes, plan.machine)], less_training(plan.layout)
         )
@@ -88,8 +89,8 @@ class Search:
     def fastest(self) -> Plan | None:
         """Return the fastest run that fits and trains the same, with the fewest other settings.
 
-        States may be in host memory, whose time is known. Settings that round more come last. The
-        plan may be a bound.
+        `plan` may be a bound. Offload is tried with all others, since its time is known. Settings
+        that round more come last.
         """
         same = [*same_training(self.plan.layout, self.plan.shapes, self.plan.machine)]
         moves = [kind for kind in same if "optimizer.offload" in kind[0][0]]
@@ -103,21 +104,21 @@ class Search:
         return next(iter(self._try(groups, 1 / _MARGIN, wanted=1)), None)
 
     def fewest_nodes(self) -> Estimate | None:
-        """Return a mesh on as few nodes of this kind as hold the run, by arithmetic.
+        """Return, by arithmetic, a mesh on the fewest nodes of this kind that hold the run.
 
         Layers keep their inputs alone: with all activations long rows fit on no number of nodes.
         """
         nodes, most = self.plan.machine.nodes, _MOST_RANKS // self.plan.machine.ranks_per_node
         while nodes <= most:
-            if found := self._on(nodes):
+            if mesh := self._on_nodes(nodes):
                 step = max(1, nodes // 8)
-                fewer = map(self._on, range(nodes // 2 + step, nodes, step))
-                return next(filter(None, fewer), found)
+                fewer = map(self._on_nodes, range(nodes // 2 + step, nodes, step))
+                return next(filter(None, fewer), mesh)
             nodes *= 2
         return None
 
-    def _on(self, nodes: int) -> Estimate | None:
-        """Return the fastest mesh on so many nodes that fits."""
+    def _on_nodes(self, nodes: int) -> Estimate | None:
+        """Return the fastest mesh that fits on this number of nodes."""
         plan = replace(self.plan, machine=replace(self.plan.machine, nodes=nodes))
         is_lean = plan.layout.keeps_inputs_alone
         kept = {} if is_lean else {"model.activation_checkpointing": "full"}
@@ -128,8 +129,8 @@ class Search:
     ) -> Estimate | None:
         """Return the fastest mesh that fits with a margin, since no step is simulated."""
         limit = _MARGIN * self.plan.machine.memory_bytes
-        fitting = (each for each in self._estimates(values, "") if each.peak_bytes <= limit)
-        fast = (each for each in fitting if each.floor_s <= slowest_s)
+        fitting = (mesh for mesh in self._estimates(values, "") if mesh.peak_bytes <= limit)
+        fast = (mesh for mesh in fitting if mesh.floor_s <= slowest_s)
         return next(filter(self._can_be_cut, fast), None)
 
     def _try(
@@ -139,47 +140,48 @@ class Search:
         slowest_s: float = math.inf,
         wanted: int = _MOST_WANTED,
     ) -> list[Plan]:
-        """Return what fits of the first group of which a part does, the fastest first.
+        """Return the plans that fit of the first group in which any does, the fastest first.
 
-        `factor`: from peaks by arithmetic to simulated ones. `wanted`: how many at most.
+        `factor`: ratio of simulated peaks to those by arithmetic. `wanted`: the most plans.
         """
         left, memory_bytes = _MOST_SIMULATED, self.plan.machine.memory_bytes
         # Prefer the factor of a simulated mesh with the same stages, and ranks that share a row.
         factors: dict[tuple[int, int], float] = {}
 
-        def fits(each: Estimate) -> bool:
-            return each.peak_bytes * factors.get(_stages_and_context(each), factor) <= memory_bytes
+        def fits(mesh: Estimate) -> bool:
+            return mesh.peak_bytes * factors.get(_stages_and_context(mesh), factor) <= memory_bytes
 
         for group in groups:
             estimates: list[Estimate] = []
             leanest: list[Estimate] = []
             for values, price in group:
                 if all(map(self._may_change, values)):
-                    found = [each for each in self._estimates(values, price) if fits(each)]
-                    estimates += found[: 1 if values else None]  # with a price one is enough
-                    leanest += sorted(found, key=lambda each: each.peak_bytes)[:1]
-            leanest.sort(key=lambda each: each.peak_bytes)
+                    fitting = [mesh for mesh in self._estimates(values, price) if fits(mesh)]
+                    estimates += fitting[: 1 if values else None]  # one mesh is enough per price
+                    leanest += sorted(fitting, key=lambda mesh: mesh.peak_bytes)[:1]
+            leanest.sort(key=lambda mesh: mesh.peak_bytes)
             plans: list[Plan] = []
             for fastest in sorted(estimates, key=_rank):
                 # The last simulation goes to the leanest mesh: the faster ones did not fit.
                 is_last = left == 1 and not plans
-                each = leanest[0] if is_last else fastest
-                is_enough = len(plans) == wanted or (plans and not each.price)
-                if not left or each.floor_s >= slowest_s or is_enough:
+                mesh = leanest[0] if is_last else fastest
+                # All of a group without a price are meshes alone, so one that fits is enough.
+                is_enough = len(plans) == wanted or (plans and not mesh.price)
+                if not left or mesh.floor_s >= slowest_s or is_enough:
                     break
-                if any(each.price == plan.price for plan in plans):
-                    continue  # another degree fits, and is faster
-                is_risky = is_last and each.peak_bytes > memory_bytes
-                if is_risky or not fits(each) or not self._can_be_cut(each):
+                if any(mesh.price == plan.price for plan in plans):
+                    continue  # a faster mesh fits at this price
+                is_risky = is_last and mesh.peak_bytes > memory_bytes
+                if is_risky or not fits(mesh) or not self._can_be_cut(mesh):
                     continue
-                plan = self._simulate(each)
+                plan = self._simulate(mesh)
                 left -= 1
                 if plan and plan.fits:
                     plans.append(plan)
                 elif plan:
-                    by = plan.needed_bytes / each.peak_bytes
-                    key = _stages_and_context(each)
-                    factors[key] = max(by, factors.get(key, factor))
+                    ratio = plan.needed_bytes / mesh.peak_bytes
+                    key = _stages_and_context(mesh)
+                    factors[key] = max(ratio, factors.get(key, factor))
             if plans or not left:
                 return sorted(plans, key=lambda plan: plan.seconds_per_token)
         return []
@@ -195,7 +197,7 @@ class Search:
         return replace(plan, values=estimate.values, price=estimate.price)
 
     def _estimates(self, values: Mapping[str, Any], price: str) -> list[Estimate]:
-        """Return the meshes with other settings that a node's own memory holds, fastest first."""
+        """Return the meshes with these settings that fit host memory, the fastest first."""
         config = with_values(self.plan.config, values)
         shapes = self._with_adapters if "lora.rank" in values else self.plan.shapes
         estimates = []
@@ -203,9 +205,9 @@ class Search:
             changed = {key: n for key, n in mesh.items() if n != value_of(config, key)}
             if all(map(self._may_change, changed)):
                 changed = {**values, **changed}
-                found = self._estimate(with_values(config, mesh), shapes)
-                estimates.append(replace(found, values=changed, price=price))
-        return sorted((each for each in estimates if each.host_fits), key=_rank)
+                run = self._estimate(with_values(config, mesh), shapes)
+                estimates.append(replace(run, values=changed, price=price))
+        return sorted((run for run in estimates if run.host_fits), key=_rank)
 
     def _estimate(self, config: Config, shapes: Shapes) -> Estimate:
         return estimate(config, shapes, self.plan.machine, self.plan.step_flops)
@@ -232,7 +234,7 @@ class Search:
     def _accepts(
         self, require: Callable[[Layout, PreTrainedConfig], object], layout: Layout
     ) -> bool:
-        """Whether its first layers can be divided: a trial of all of them takes seconds."""
+        """Return whether `require` accepts the first layers: a trial of all takes seconds."""
         layers = min(_TRIAL_LAYERS, self.plan.shapes.n_layers)
         shallow = with_layers(self._simulations.model_config, layers)
         try:

@@ -1,4 +1,4 @@
-"""Other settings of a run that does not fit, or could be faster, each with its price."""
+"""Settings that could make a run fit, or faster, each with its price in words."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ Setting = tuple[dict[str, Any], str]  # values of keys, and their price
 
 
 def settings(same: list[list[Setting]], less: list[Setting]) -> Iterator[list[Setting]]:
-    """Yield groups of settings, each with its price: first none, then the fewest that may help, and
-    only at last those that train less.
-    """
+    """Yield groups of settings: first none, then ever more of `same`, and last those of `less`."""
     for n_less, n_same in product(range(len(less) + 1), range(len(same) + 1)):
         yield [
             together([*others, *chosen])
@@ -31,14 +29,14 @@ def settings(same: list[list[Setting]], less: list[Setting]) -> Iterator[list[Se
 
 
 def together(settings: Iterable[Setting]) -> Setting:
-    """Join settings to one, with all their prices."""
-    both = [each for each in settings if each[0]]
-    values = {key: n for values, _ in both for key, n in values.items()}
-    return values, "; ".join(price for _, price in both)
+    """Join settings, and their prices, to one setting."""
+    joined = [setting for setting in settings if setting[0]]
+    values = {key: n for values, _ in joined for key, n in values.items()}
+    return values, "; ".join(price for _, price in joined)
 
 
 def same_training(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[list[Setting]]:
-    """Yield settings that train all of the data. Each group has settings of which one is chosen."""
+    """Yield groups of settings that train all of the data; a run takes at most one of a group."""
     is_gpu, trains_all = layout.is_gpu, not layout.is_lora
     if not layout.keeps_inputs_alone:
         price = "about a third more arithmetic"

@@ -1,4 +1,4 @@
-"""Say on stderr what a command does, and that it still does it: it may take a minute."""
+"""Print to stderr each part of a command's work, and every few seconds that it goes on."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _print(text: str) -> None:
 
 @contextmanager
 def status_lines() -> Iterator[Say]:
-    """Print each part of the work that is said, and until the end that it is still done."""
+    """Print each part that `say` gets, and until the end every 8 s that it goes on."""
     has_ended, began = threading.Event(), time.monotonic()
-    last = began  # line
+    last = began  # time of the last line
 
     def say(text: str) -> None:
         nonlocal began, last

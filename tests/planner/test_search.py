@@ -83,7 +83,7 @@ def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages():
     fastest = search.much_faster_mesh()
     assert fastest and fastest.values == change.values
     assert fastest.floors_s == pytest.approx(change.floors_s, rel=0.02)
-    assert search.own.floors_s == pytest.approx(plan.floors_s, rel=0.02)
+    assert search.configured.floors_s == pytest.approx(plan.floors_s, rel=0.02)
     # Nothing is faster than the fastest one.
     again = bound_plan(change.config, GLM, machine(40e9))
     assert Search(again, Simulations(GLM)).changes() == []
@@ -239,7 +239,7 @@ def test_host_memory_by_arithmetic_is_that_of_the_plan(stages, replicate):
     config = configured(*more, "model.activation_checkpointing=offload", "data.max_length=4096")
     plan = bound_plan(config, GLM, machine(80e9))
     held = plan.storage.states_bytes + plan.storage.inputs_bytes
-    assert Search(plan, Simulations(GLM)).own.pinned_bytes == pytest.approx(held, rel=0.02)
+    assert Search(plan, Simulations(GLM)).configured.pinned_bytes == pytest.approx(held, rel=0.02)
 
 
 def test_the_fewest_nodes_that_hold_a_large_model_are_said():
@@ -250,7 +250,7 @@ def test_the_fewest_nodes_that_hold_a_large_model_are_said():
     found = search.fewest_nodes()
     assert found and found.peak_bytes <= 0.95 * 6.5e9
     nodes = found.machine.nodes
-    assert [n for n in range(2, nodes + 1) if search._on(n)] == [nodes]
+    assert [n for n in range(2, nodes + 1) if search._on_nodes(n)] == [nodes]
     *_, head, fits, never = describe_room(plan, {"all weights": found, "adapters": None})
     assert head.split()[:3] == ["trained", "from", "nodes"]
     assert fits.split()[:3] == ["all", "weights", f"{nodes}"] and "parallel.stages=" in fits

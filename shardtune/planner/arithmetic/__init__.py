@@ -1,1 +1,1 @@
-"""What follows from shapes, sizes and rates alone."""
+"""Arithmetic on shapes, sizes and rates, without a simulated step."""

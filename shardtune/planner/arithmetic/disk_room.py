@@ -1,4 +1,4 @@
-"""Whether a disk has room for what a run writes there, as planned: before its weights are read."""
+"""Check that a disk has room for a run, before the run reads its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardtune.units import rounded_gb
 
 
 def saves_left(every_steps: int, first_step: int, total_steps: int) -> int:
-    """Return how many checkpoints are saved after `first_step`: the last step is."""
+    """Return the number of checkpoints after `first_step`, the last step's included."""
     if first_step >= total_steps:
         return 0
     if every_steps == 0:
@@ -28,14 +28,13 @@ def require_room(
     config: Config,
     resumed: str | None,
 ) -> None:
-    """Log where a disk cannot hold the run's end.
+    """Log that a disk will be full before the run ends.
 
-    `checkpoint_bytes`: its part of one. `exported_bytes`: of the models that it gets. `resumed`:
-    the name of the checkpoint that the run goes on from.
+    `checkpoint_bytes`, `exported_bytes`: this disk's part of one checkpoint, and of all models.
+    `resumed`: the name of the checkpoint that the run resumes.
 
     Raises:
-        UserError: it cannot hold one checkpoint, and run.ignore_plan does not say to start all the
-            same.
+        UserError: the disk cannot hold one checkpoint, and `run.ignore_plan` is false.
     """
     place = f"run.dir={config.run.dir} on {disk.node}"
     if Path(disk.directory) != Path(config.run.dir):

@@ -1,4 +1,4 @@
-"""How long a run is: its steps, from its data where this machine has it."""
+"""Estimate the steps and tokens of a run from its data, where this machine has it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardtune.data.tokenize import ChunkTokenizer
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 
-_SAMPLE_BYTES = 1 << 20  # of each source's text; to tokenize them takes a second or two
-_COUNTED_BYTES = 2 << 20  # of its files, for the share of the sample in all text
+_SAMPLE_BYTES = 1 << 20  # of text that is tokenized of each source, in a second or two
+_COUNTED_BYTES = 2 << 20  # of a source's files that are read to tell the sample's share
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,18 @@ def run_length(config: Config, layout: Layout) -> RunLength | str:
 
 class _Sample(NamedTuple):
     lengths: np.ndarray  # tokens of each sequence
-    records: np.ndarray  # the number of its record
-    share: float  # of the source
+    records: np.ndarray  # the number of each sequence's record
+    share: float  # of the source that was tokenized
 
 
 class _Lengths(TokenDataset):
-    """Whole sources, of which a schedule knows the lengths alone."""
+    """A dataset of lengths alone, which is all that a schedule reads."""
 
     def __init__(self, samples: Sequence[_Sample]) -> None:
-        self.lengths = self.trained_counts = np.concatenate([each.lengths for each in samples])
-        sources = [np.full(len(each.lengths), number) for number, each in enumerate(samples)]
+        self.lengths = self.trained_counts = np.concatenate([sample.lengths for sample in samples])
+        sources = [np.full(len(sample.lengths), n) for n, sample in enumerate(samples)]
         self.source = np.concatenate(sources)
-        begins = [np.diff(each.records, prepend=-1) != 0 for each in samples]
+        begins = [np.diff(sample.records, prepend=-1) != 0 for sample in samples]
         self.record = np.cumsum(np.concatenate(begins)) - 1
 
 
@@ -102,7 +102,7 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> _Sample:
     """Tokenize the beginning of a source.
 
     Raises:
-        UserError: its beginning has broken records, with which a run is refused.
+        UserError: the beginning has broken records that a run refuses.
     """
     sequences: list[tuple[int, int]] = []  # tokens, and the number of the record
     n_bytes = n_records = text_bytes = 0
@@ -111,11 +111,11 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> _Sample:
         n_bytes += chunk.n_bytes
         text_bytes += chunk.text_bytes
         if sampled_text_bytes >= _SAMPLE_BYTES:
-            # Compressed bytes are read in large pieces: few of them do not tell a share.
+            # Compressed files are read in large pieces, and a few pieces do not tell the share.
             if n_bytes < _COUNTED_BYTES and not chunk.is_table:
                 continue
             share = sampled_text_bytes / text_bytes * min(1.0, n_bytes / source.n_bytes)
-            if chunk.is_table:  # whose bytes are those of so many rows
+            if chunk.is_table:  # its bytes are counted by rows, exactly
                 share = sampled_bytes / source.n_bytes
             share = max(share, n_records / (source.max_records or math.inf))
             break
@@ -123,9 +123,9 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> _Sample:
         sampled_bytes, sampled_text_bytes = n_bytes, text_bytes
         tokenized = tokenizer.tokenize(chunk)
         broken = BrokenRecords()
-        for each in tokenized.broken:
-            broken.add(each)
-        # Whether those that are dropped are too many shows at the end of the source.
+        for error in tokenized.broken:
+            broken.add(error)
+        # Only at the end of a source is it known whether too many records are dropped.
         if broken.end_files or (broken.count and not tokenizer.data.most_broken):
             raise UserError(*broken.lines())
         sequences += [(len(ids), n) for ids, _, n in tokenized.sets["train"].sequences]

@@ -1,4 +1,4 @@
-"""A run on a machine, by arithmetic on shapes and rates."""
+"""Estimate a run on a machine, by arithmetic on shapes and rates."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shardtune.planner.arithmetic.shapes import (
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A run on a machine, by arithmetic. Memory is that of the fullest rank; rows are full."""
+    """An estimated run on a machine. Memory is the fullest rank's, and rows are full."""
 
     config: Config
     layout: Layout
     machine: Machine
     peak_bytes: int  # that the device must have
-    pinned_bytes: int  # of a node's own memory, without which the run ends
+    pinned_bytes: int  # host memory of a node that the run cannot do without
     traffic: Sequence[Counter[Collective]]  # of a step, for the first rank of each stage
     host_link: HostLink
-    step_flops: float | None  # recomputation not counted; None where it is not known
-    # Values of keys that the run was not given, and their price in words.
+    step_flops: float | None  # without recomputation; None if not known
+    # Values of keys that differ from the configured run's, and their price in words.
     values: Mapping[str, Any] = field(default_factory=dict)
     price: str = ""
 
@@ -56,17 +56,17 @@ class Estimate:
 
     @property
     def received(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The bytes that a node gets from the others in a step, and a rank in its node.
+        """The bytes of a step, by kind of collective, into a node, and into a rank from its node.
 
-        They are by kind of collective, of the node and of the stage that get the most.
+        The node and the rank are those that receive the most.
         """
         machine = self.machine
         stage_ranks = machine.ranks // len(self.traffic)
         ranks = min(stage_ranks, machine.ranks_per_node)
         nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
         insides = []
-        for stage, of_stage in enumerate(self.traffic):
-            between, inside = link_bytes(of_stage, machine, ranks)
+        for stage, traffic in enumerate(self.traffic):
+            between, inside = link_bytes(traffic, machine, ranks)
             nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
             insides.append(inside)
         fullest = max(nodes.values(), key=lambda node: sum(node.values()))
@@ -74,7 +74,7 @@ class Estimate:
 
     @cached_property
     def floors_s(self) -> dict[str, float]:
-        """The seconds that each part of a step takes at least, its bubble included."""
+        """The least seconds of each part of a step, its bubble included."""
         machine = self.machine
         between, inside = self.received
         floors = {
@@ -84,7 +84,7 @@ class Estimate:
         if self.layout.offloads:
             floors["with host memory"] = self.host_link.seconds(machine)
         if self.step_flops is not None:
-            # Full checkpointing runs each layer's forward, a third of the rest, once more.
+            # Full checkpointing runs each layer's forward, a third of the arithmetic, once more.
             again = 4 / 3 if self.layout.keeps_inputs_alone else 1
             seconds = again * self.step_flops / (machine.ranks * machine.flops_per_s)
             floors["arithmetic"] = seconds / (1 - self.layout.bubble)
@@ -92,7 +92,7 @@ class Estimate:
 
     @property
     def floor_s(self) -> float:
-        """The seconds that a step takes at least."""
+        """The least seconds of a step."""
         return max(self.floors_s.values())
 
     @property
@@ -101,7 +101,7 @@ class Estimate:
 
     @property
     def bound_by(self) -> str | None:
-        """The part of a step that takes the longest, or None where no rate is known."""
+        """The part of a step that takes the longest, or None if no rate is known."""
         longest = max(self.floors_s, key=lambda part: self.floors_s[part])
         return longest if self.floors_s[longest] else None
 
@@ -109,7 +109,7 @@ class Estimate:
 def estimate(
     config: Config, shapes: Shapes, machine: Machine, step_flops: float | None
 ) -> Estimate:
-    """Estimate a run of which the shapes are known."""
+    """Estimate a run from the shapes of its model."""
     layout, free = machine.layout(config), machine.memory_bytes - machine.allowance_bytes
     traffic, peaks, links = [], [], []
     states, inputs = [], []  # in host memory

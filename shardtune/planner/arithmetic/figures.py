@@ -1,4 +1,4 @@
-"""What a plan counts: memory by cause, bytes by collective, and kernels."""
+"""The figures of a plan: memory by cause, bytes by collective, and kernels."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 
 class Cause(StrEnum):
-    """What takes a rank's memory."""
+    """Causes of a rank's memory."""
 
-    PARAMETERS = "parameters"  # this rank's slices
+    PARAMETERS = "parameters"  # the slices of this rank
     GRADIENTS = "gradients"  # of these slices
-    OPTIMIZER = "optimizer"  # its state of these slices
+    OPTIMIZER = "optimizer"  # moments of these slices
     GATHERED = "gathered parameters"
     REDUCED = "unsharded gradients"
     ACTIVATIONS = "activations"  # made in the forward
     BACKWARD = "backward"  # made in the backward, gradients of activations above all
     UPDATE = "update"  # pieces of weights that the optimizer works on
-    BOUNDED = "all else, at most"  # where no step is simulated
+    BOUNDED = "all else, at most"  # upper bound, if no step is simulated
 
 
 class Collective(NamedTuple):
-    """One kind of collective over one group of ranks, or a message: its sender and receiver."""
+    """A kind of collective over a group of ranks; of a message, sender and receiver."""
 
     kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
     ranks: tuple[int, ...]
@@ -36,18 +36,18 @@ class Peak(NamedTuple):
 
 
 class Kind(StrEnum):
-    """The parts of a GPU's work that run at different rates."""
+    """Kinds of kernels, which run at different rates."""
 
     PRODUCT = "matrix products"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention's backward"
-    COPY = "FSDP's copies"  # into and out of what collectives send and receive
+    COPY = "FSDP's copies"  # into and out of the buffers of collectives
     OTHER = "all else"
     COLLECTIVE = "collectives"
 
 
 class Kernel(NamedTuple):
-    """A kernel. A collective's bytes are those that it sends or receives, the larger of the two."""
+    """A kernel. A collective's bytes are the larger of those that it sends and receives."""
 
     kind: Kind
     operator: str

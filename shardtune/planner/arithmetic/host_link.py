@@ -1,4 +1,4 @@
-"""What a step copies between a rank and its node's own memory with `optimizer.offload`."""
+"""Bytes that a rank copies to and from host memory in a step with `optimizer.offload`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Copied(NamedTuple):
     from_host: float = 0
 
     def seconds(self, machine: Machine) -> float:
-        """Return how long they take at least where all ranks of a node copy as many."""
-        of_node = sum(self) * machine.ranks_per_node
-        own = max(self) / machine.host_bytes_per_s
-        return max(own, of_node / machine.host_memory_bytes_per_s)
+        """Return the least seconds if all ranks of the node copy the same bytes."""
+        rank_s = max(self) / machine.host_bytes_per_s  # both directions at once
+        node_s = sum(self) * machine.ranks_per_node / machine.host_memory_bytes_per_s
+        return max(rank_s, node_s)
 
 
 class HostLink(NamedTuple):
-    """What a rank copies in a step: beside its backwards, and while its weights are updated."""
+    """Bytes that a rank copies in a step: during its backwards, and during the update."""
 
     gradients: Copied = Copied()
     update: Copied = Copied()
 
     def seconds(self, machine: Machine) -> float:
-        return sum(each.seconds(machine) for each in self)
+        return sum(copied.seconds(machine) for copied in self)
 
 
 def host_link(trained: float, policy: ReshardPolicy, layout: Layout) -> HostLink:
-    """Return what a rank copies that updates so many elements."""
+    """Return the bytes that a rank copies to update `trained` elements."""
     if not layout.offloads:
         return HostLink()
     gradient = trained * BYTES[layout.gradient_dtype]
@@ -42,18 +42,18 @@ def host_link(trained: float, policy: ReshardPolicy, layout: Layout) -> HostLink
     replicas_meet_once = layout.replicate > 1 and policy.keep_sums
     is_once = policy.keep_gradients or replicas_meet_once
     times = 1 if is_once else layout.micro_batches
-    # A sum comes back for each further micro-batch.
+    # Each further micro-batch reads the sum so far back, to add to it.
     sums = Copied(times * gradient, (times - 1) * gradient)
     return HostLink(sums, Copied(states, gradient + states))
 
 
 def host_states_bytes(trained: float, layout: Layout) -> float:
-    """Return the host memory of a rank that updates so many elements."""
-    # Until they are pinned, each replica has read all of its masters.
+    """Return a rank's host memory for the states of `trained` elements."""
+    # While it loads, a rank holds the masters of all replicas beside the part that it pins.
     read = (1 + layout.replicate) * layout.host_master_bytes
     return trained * max(layout.host_bytes, read)
 
 
 def pieces_bytes(largest: int, layout: Layout) -> int:
-    """Return the device's memory for pieces of an update. `largest`: a weight's elements."""
+    """Return the device's bytes for pieces of an update. `largest`: a weight's elements."""
     return round(PIECES * min(largest, PIECE) * layout.host_bytes)

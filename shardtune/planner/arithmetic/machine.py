@@ -1,4 +1,4 @@
-"""The machine that a plan is for, and what its links carry."""
+"""The machine of a plan, and the bytes that its links carry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtune.config import Config
 from shardtune.distributed.layout import Layout
 from shardtune.planner.arithmetic.figures import Collective
 
-# CUDA's context, NCCL's buffers, and memory that the allocator cannot use: no GPU has measured it.
+# CUDA's context, NCCL's buffers, and memory that the allocator cannot use: assumed.
 GPU_ALLOWANCE_BYTES = 4 * 10**9
 # A CPU process takes this for gloo's buffers, and for libraries that load at their first use.
 CPU_ALLOWANCE_BYTES = 10**8
@@ -21,7 +21,7 @@ DISK_BYTES_PER_S = 2 * 10**9
 
 @dataclass(frozen=True)
 class Machine:
-    """The nodes that a plan is for. 1 GB is 1e9 bytes, and rates are those of one direction."""
+    """The nodes of a plan. 1 GB is 1e9 bytes, and rates are of one direction."""
 
     nodes: int
     ranks_per_node: int
@@ -30,10 +30,10 @@ class Machine:
     rank_bytes_per_s: float  # between one rank and the others of its node
     flops_per_s: float  # of one rank, in the compute dtype
     is_gpu: bool = True  # else ranks are processes that share their node's memory
-    native_dtype: str | None = None  # what model.compute_dtype=auto is, see `Layout.of`
+    native_dtype: str | None = None  # of model.compute_dtype=auto, see `Layout.of`
     host_bytes: float = math.inf  # memory of a node, beside its GPUs'
-    # Assumed: between a GPU and that memory by PCIe 5 x16, and of two sockets with DDR5-4800, both
-    # ways together.
+    # Assumed: PCIe 5 x16 between a GPU and host memory, and two sockets with DDR5-4800, whose rate
+    # is of reads and writes together.
     host_bytes_per_s: float = 50e9
     host_memory_bytes_per_s: float = 600e9
 
@@ -44,7 +44,7 @@ class Machine:
 
     @property
     def backend(self) -> str:
-        """The one that `distributed.backend=auto` takes."""
+        """The backend of `distributed.backend=auto`."""
         return "nccl" if self.is_gpu else "gloo"
 
     @property
@@ -52,7 +52,7 @@ class Machine:
         return self.nodes * self.ranks_per_node
 
     def layout(self, config: Config) -> Layout:
-        """Decide what its ranks are."""
+        """Return the layout of a run on this machine."""
         return Layout.of(config, self.ranks, self.is_gpu, self.native_dtype)
 
 
@@ -61,13 +61,13 @@ def collective_bytes(
 ) -> tuple[float, float]:
     """Return the bytes that one collective moves into a node, and into a rank from its own node.
 
-    `size`: of its unsharded side in bytes (`Tracker.traffic`). `ranks_of_nodes`: how many ranks of
-    the group each of its nodes has. `backend`: "nccl" or "gloo".
+    `size`: bytes of its unsharded side (`Tracker.traffic`). `ranks_of_nodes`: the number of the
+    group's ranks on each node. `backend`: "nccl" or "gloo".
 
-    In a ring (nccl-tests, doc/PERFORMANCE.md) every rank gets S (g - 1) / g of its neighbour, the
-    first one of a node from another node; an all-reduce goes round twice, and so does gloo's
-    reduce-scatter, which is one. In an all-to-all a rank keeps 1 / g of S, and sends an equal part
-    to each other rank. A message moves S.
+    In a ring of g ranks (nccl-tests, doc/PERFORMANCE.md) every rank gets size (g - 1) / g from its
+    neighbour, which is on another node for the first rank of a node. An all-reduce goes round
+    twice; gloo's reduce-scatter is an all-reduce. In an all-to-all a rank keeps 1 / g and sends an
+    equal part to each other rank.
     """
     in_group, here = sum(ranks_of_nodes), max(ranks_of_nodes)
     if kind == "send":
@@ -85,16 +85,16 @@ def link_bytes(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes that a node gets from other nodes, and a rank from the ranks of its node.
 
-    `traffic`: of the first rank of a node, or of a stage; each of the `ranks` of its stage on its
-    node has as much. The bytes are by kind of collective.
+    The bytes are by kind of collective. `traffic`: one rank's, which each of the `ranks` of its
+    stage on its node has, too.
     """
     between: defaultdict[str, float] = defaultdict(float)
     inside: defaultdict[str, float] = defaultdict(float)
     for (kind, group), size in traffic.items():
         nodes = Counter(rank // machine.ranks_per_node for rank in group)
-        of_node, of_rank = collective_bytes(kind, size, [*nodes.values()], machine.backend)
-        # Each rank of the node has an equal collective; of a message it is one of the two sides.
+        node_bytes, rank_bytes = collective_bytes(kind, size, [*nodes.values()], machine.backend)
+        # Ranks of one group share its collective; each rank has a message of its own.
         groups = ranks if kind == "send" else ranks / max(nodes.values())
-        between[kind] += groups * of_node
-        inside[kind] += of_rank
+        between[kind] += groups * node_bytes
+        inside[kind] += rank_bytes
     return dict(between), dict(inside)

@@ -1,10 +1,10 @@
-"""Estimate how long a GPU takes for counted kernels. No GPU has measured it: within 30%, say.
+"""Estimate a GPU's time for counted kernels, within about 30%: an assumption, not measured.
 
 Rates are what large kernels reach, below the published peaks:
 
 - matrix products in bfloat16: cuBLAS reaches about 650 of H100's 989 TFLOP/s at 700 W;
 - attention: FlashAttention-2 on H100, causal, heads of 128, and FlashAttention-3 (arXiv 2407.08608,
-  figures 5 and 6), whose backward is taken to be slower where it repeats to the bit;
+  figures 5 and 6); a backward that repeats to the bit is assumed to be slower;
 - memory: 84% of the published 3.35 TB/s (H100 SXM) and 4.8 TB/s (H200);
 - a launch: the host's time for one operator of PyTorch, eager, forward or backward;
 - exchanges of tokens inside a node: 350 of NVLink's 450 GB/s.
@@ -44,7 +44,7 @@ def gpu_of(memory_bytes: float) -> Gpu:
 
 
 def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
-    """Return the time of a kernel on the device. Gathers and reductions hide behind others."""
+    """Return a kernel's seconds on the device. Gathers and reductions hide behind other kernels."""
     if kernel.kind == Kind.COLLECTIVE:
         return kernel.n_bytes / gpu.exchange_bytes_per_s if "alltoall" in kernel.operator else 0.0
     rates = {
@@ -57,7 +57,7 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def seconds(kernels: Mapping[Kernel, float], gpu: Gpu) -> float:
-    """Return the time of so many of each kernel: the device's, or the host's to launch them."""
+    """Return the seconds of counted kernels: the device's, or the host's to launch them."""
     device = sum(n * kernel_seconds(kernel, gpu) for kernel, n in kernels.items())
     return max(device, launched(kernels) * LAUNCH_S)
 
@@ -68,6 +68,6 @@ def launched(kernels: Mapping[Kernel, float]) -> float:
 
 
 def moved_bytes(kernels: Mapping[Kernel, float], *kinds: Kind) -> float:
-    """Return the bytes that kernels of these kinds move, or all but collectives."""
+    """Return the bytes that kernels of these kinds move; without kinds, all but collectives."""
     wanted = kinds or tuple(kind for kind in Kind if kind != Kind.COLLECTIVE)
     return sum(n * kernel.n_bytes for kernel, n in kernels.items() if kernel.kind in wanted)

@@ -1,4 +1,4 @@
-"""Bytes that a run writes to disk, and host memory that loading and saving take of a node."""
+"""Bytes that a run writes to disk, and host memory of a node for loading and saving."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from shardtune.training.states.state_bytes import StateBytes
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes on disk, of all nodes, and bytes of one node's memory."""
+    """Bytes on the disks of all nodes, and in the memory of one node."""
 
-    checkpoint_bytes: int  # one of them
-    checkpoints_bytes: int  # those that are kept, and the one that is being written
+    checkpoint_bytes: int  # of one checkpoint
+    checkpoints_bytes: int  # of those that are kept, and of one that is being written
     exported_bytes: int  # model/, adapter/ and best/
     save_s: float  # at DISK_BYTES_PER_S
-    staging_bytes: int  # host memory for copies of what is being saved
+    staging_bytes: int  # host memory for copies that are being saved
     loading_bytes: int  # host memory for pieces of the largest parameter
     inputs_bytes: int  # host memory for inputs of layers
     states_bytes: int  # host memory for masters, moments and gradients
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory without which a run ends; without that for saves it saves in another way."""
+        """Host memory that a run needs; without memory for copies it saves synchronously."""
         return self.inputs_bytes + self.states_bytes
 
 
@@ -52,19 +52,19 @@ def plan_storage(
     itemsize = BYTES[world.layout.master_dtype]
     checkpoint = sum(p.numel() for p in trained) * itemsize
     checkpoint += states.saved_optimizer * world.layout.stage_ranks
-    # One of the replicas' ranks that hold the same slice writes it, and so copies it.
+    # Replicas hold the same slice, and one of them copies and writes it.
     held = sum(to_local(p).numel() for p in trained) * itemsize // world.layout.replicate
     staged = (held + states.saved_optimizer) * machine.ranks_per_node
     is_async = config.checkpoint.mode == "async"
     inputs = host_inputs_bytes(shapes, world.stage, world.layout) if machine.is_gpu else 0
-    # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
+    # Loading holds a slice in the file's dtype and in the master's; a random weight is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype
     if config.model.init == "random":
         loading = max(p.numel() * p.itemsize for p in parameters)
     else:
         folder = model_folder(config.model.path)
         piece = piece_bytes(folder) if folder else 0
-        # A quantised slice is dequantised as it is stored.
+        # A quantised slice is dequantised into the master's dtype at once.
         loading = piece + max(
             to_local(p).numel() * ((p if piece else source).itemsize + p.itemsize)
             for p in parameters
@@ -77,16 +77,16 @@ def plan_storage(
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
         inputs_bytes=inputs * machine.ranks_per_node,
-        # Until they are pinned, each replica has read all of its masters.
+        # While it loads, a rank holds the masters of all replicas beside the part that it pins.
         states_bytes=max(states.host, (1 + world.layout.replicate) * states.host_masters)
         * machine.ranks_per_node,
     )
 
 
 def join_storage(stages: Sequence[Storage]) -> Storage:
-    """Add up what the stages write, and take the most that one of them needs of a node's memory.
+    """Add up the disk bytes of stages, and take the largest of their host bytes.
 
-    Stages that share a node need as much of it together as if each took all of the node's ranks.
+    Each stage counts host bytes as if it had all ranks of a node, so stages on one node do not add.
     """
     whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
     most = {
@@ -100,7 +100,7 @@ def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int
     itemsize = source_itemsize
     if config.export.dtype != "source":
         itemsize = DTYPES[config.export.dtype].itemsize
-    # Each better one is written before the last one is deleted.
+    # A better model is written to best/ before the last one is deleted.
     models = config.export.final + 2 * config.eval.keep_best
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     others = sum(p.numel() for p in model.parameters()) - trained

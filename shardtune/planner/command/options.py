@@ -1,4 +1,4 @@
-"""The arguments of `shardtune plan`, and what they refute before torch is imported for seconds."""
+"""The arguments of `shardtune plan`, and checks of them without the seconds of importing torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATES = {
 def add_arguments(
     parser: argparse.ArgumentParser, nodes: Callable[[str], Any] = int, default: Any = 2
 ) -> None:
-    """Add those of a run and its machine. `nodes`: the type of the number of nodes."""
+    """Add the arguments of a run and its machine. `nodes`: the type of --nodes."""
     parser.add_argument("--config", type=Path, metavar="FILE")
     parser.add_argument("--nodes", type=nodes, default=default)
     parser.add_argument("--gpus-per-node", type=int, default=8)
@@ -38,14 +38,15 @@ def add_arguments(
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of one plan, or of a table of what fits on several numbers of nodes."""
+    """Add the arguments of one plan, or of a table for several numbers of nodes."""
     parser.usage = (
         "shardtune plan --config FILE [options] [section.key=value ...]\n"
         "       shardtune plan MODEL --nodes 1,2,4,8 [options] [section.key=value ...]"
     )
     parser.epilog = (
-        "MODEL is a hub id or a folder with a config.json: a table says what of it, all weights or "
-        "adapters, each number of nodes trains. Several numbers of nodes give it for a FILE, too."
+        "MODEL is a hub id or a folder with a config.json: a table says whether each number of "
+        "nodes trains all its weights, or adapters. A FILE with several numbers of nodes gives a "
+        "table, too."
     )
     add_arguments(parser, _numbers, [2])
 
@@ -61,10 +62,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def read_config(options: argparse.Namespace) -> Config:
-    """Read the configuration that is planned, of `options.model` alone where it has no file.
+    """Read the configuration to plan.
 
     Raises:
-        UserError: it is refused, or there is no such machine.
+        UserError: the configuration is refused, or a number of the machine is not above 0.
     """
     names = ["--nodes", "--gpus-per-node", "--gpu-memory", "--host-memory", *RATES]
     given = {name: vars(options)[name[2:].replace("-", "_")] for name in names}
@@ -76,12 +77,12 @@ def read_config(options: argparse.Namespace) -> Config:
 
 
 def split_nodes(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the arguments of each number of nodes.
+    """Return the arguments for each number of nodes.
 
-    A word that is no assignment is the model, where no file is given.
+    Without --config, the word that is not an assignment is the model.
 
     Raises:
-        UserError: neither is given, or several models.
+        UserError: neither a file nor a model is given, or several models.
     """
     assignments, config = list(options.assignments), options.config
     if config is None:

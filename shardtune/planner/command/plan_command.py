@@ -1,4 +1,4 @@
-"""`shardtune plan`: what a run would take, from its configuration and the model's config.json."""
+"""`shardtune plan`: plan a run from its configuration and the model's config.json."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.planner.status_lines import Say, silent
 
-_SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # of the launch scripts
+_SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # the default of the launch scripts
 
 
 def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
     """Print the plan, and the fastest mesh that fits as a command.
 
     Raises:
-        UserError: the run would be refused, or with code 3, it does not fit.
+        UserError: the run would be refused, or does not fit (code 3).
     """
     plan, simulations, lines = plan_config(options, say)
     print(*lines, sep="\n")
@@ -65,7 +65,7 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
 
 
 def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | None]:
-    """Return a mesh that fits for what may be trained: all weights, adapters."""
+    """Return the mesh on the fewest nodes for all weights, and for adapters."""
     if plan.config.lora.rank:
         return {"adapters": Search(plan, simulations).fewest_nodes()}
     config = with_values(plan.config, ADAPTERS)
@@ -80,7 +80,7 @@ def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | 
 def plan_config(
     options: argparse.Namespace, say: Say = silent
 ) -> tuple[Plan, Simulations, list[str]]:
-    """Plan the run of a configuration, a file or a mapping of keys, on the machine that is given.
+    """Plan a run: its configuration, a file or a mapping of keys, and its machine are `options`.
 
     Return the plan, the simulations for it, and its lines.
 
@@ -117,7 +117,7 @@ def read_model(config: Config, say: Say) -> PreTrainedConfig:
 
 
 def _require_fitting_files(path: str) -> None:
-    """Refuse weights that a run would refuse for their names, where they are on this node."""
+    """Refuse weights on this node whose names a run would refuse."""
     folder = model_folder(path)
     if folder and not weight_problems(folder):
         if problems := quantised_problems(folder):
@@ -127,7 +127,7 @@ def _require_fitting_files(path: str) -> None:
 
 
 def machine_of(options: argparse.Namespace, config: Config) -> Machine:
-    """Return the machine that is given, with what its preflight has measured beside run.dir."""
+    """Return the machine of `options`, with the rates that a preflight measured in run.dir."""
     nodes, ranks = options.nodes, options.gpus_per_node
     measured = read_measured(Path(config.run.dir), nodes, ranks)
     if measured.ranks:

@@ -1,4 +1,4 @@
-"""What a team could train of a model on the nodes that it has: a table of what fits."""
+"""A table of the trainings of one model that fit on each number of nodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.planner.status_lines import Say
 from shardtune.units import gb
 
-_ROWS = 32  # of a step, at least
+_ROWS = 32  # the fewest rows of a step
 _ACCUMULATION = "train.gradient_accumulation_steps"
-# As wide as what stands below it: each row is printed as soon as it is found.
+# Padded to the widest cell below it, since each row is printed as soon as it is known.
 _HEAD = [
     *("nodes", f"{'trains':<11}", "fits", "peak, GB"),
     *("step, s at least", "tokens/s at most", "settings"),
@@ -32,7 +32,7 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     """Print what fits on each number of nodes: all weights, and adapters.
 
     Raises:
-        UserError: the run would be refused, or with code 3, nothing fits.
+        UserError: the run would be refused, or nothing fits (code 3).
     """
     simulations = Simulations(read_model(read_config(runs[0]), say))
     rows: list[list[str]] = []
@@ -62,7 +62,7 @@ def _search(
     if config.origins[_ACCUMULATION] == "default":
         rows = machine.layout(config).rows_per_micro_batch
         config = with_values(config, {_ACCUMULATION: max(1, _ROWS // rows)})
-    # Only what is found is simulated: the mesh that it begins with may fit nowhere.
+    # The search simulates the meshes that it finds; the one that it begins with may fit nowhere.
     plan = bound_plan(config, simulations.model_config, machine)
     return Search(plan, simulations, say=say)
 

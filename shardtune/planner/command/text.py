@@ -16,7 +16,7 @@ from shardtune.units import duration, gb
 
 
 def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
-    """Yield the lines of a plan. `length`: that of the run, or why it is not known."""
+    """Yield the lines of a plan. `length`: the length of the run, or why it is not known."""
     states = plan.states
     is_whole = plan.trained_parameters == plan.parameters
     trained = "all" if is_whole else f"{plan.trained_parameters:,}"
@@ -137,7 +137,7 @@ def _storage(plan: Plan) -> Iterator[str]:
 
 
 def pinned(storage: Storage) -> Iterator[str]:
-    """Yield what host memory holds, and the key that has it do so."""
+    """Yield each part of pinned host memory, and the key that puts it there."""
     if storage.states_bytes:
         yield (
             f"{gb(storage.states_bytes)} GB of masters, moments and gradients "
@@ -177,9 +177,9 @@ def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Itera
 
 
 def describe_room(plan: Plan, room: Mapping[str, Estimate | None]) -> Iterator[str]:
-    """Yield what would hold a model whose states alone exceed the memory.
+    """Yield a table of the fewest nodes for a model whose states alone exceed the memory.
 
-    `room`: for what may be trained, its mesh on the fewest nodes.
+    `room`: the mesh on the fewest nodes, by the name of what is trained.
     """
     states, memory = gb(plan.states.total), gb(plan.machine.memory_bytes)
     yield (

@@ -1,4 +1,4 @@
-"""Whether a plan fits the memory, in the words of `shardtune plan` and of a run's log."""
+"""Say whether a plan fits the memory, for `shardtune plan` and for a run's log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardtune.units import gb
 def verdict(plan: Plan) -> str:
     """Say whether the run fits, and what bounds its speed.
 
-    Memory above a bound from shapes alone is enough. Below it the run may not fit, and without
-    memory for its states it does not.
+    A bound below the memory proves that a run fits. A bound above it proves nothing, unless the
+    states alone exceed the memory.
     """
     limit, peak = f"{gb(plan.machine.memory_bytes)} GB", _peak(plan)
     if not plan.host_fits:
@@ -35,7 +35,7 @@ def verdict(plan: Plan) -> str:
 
 
 def lacking(plan: Plan) -> str:
-    """Name what a run that does not fit lacks, as a remedy."""
+    """Name the hardware that would make a run fit."""
     devices = f"more or larger {'GPUs' if plan.machine.is_gpu else 'devices'}"
     if plan.host_fits:
         return devices
@@ -46,7 +46,7 @@ def lacking(plan: Plan) -> str:
 
 
 def _peak(plan: Plan) -> str:
-    """Say what the device must have, and the parts of it."""
+    """Return the peak that the device must hold, and its parts."""
     phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)
     parts = [f"{gb(plan.allocated_bytes)} GB allocated in {phase}"]
     pools = plan.peak_bytes - plan.allocated_bytes - plan.machine.allowance_bytes

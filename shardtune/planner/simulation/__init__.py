@@ -1,1 +1,1 @@
-"""A step without a device: its tensors, kernels and collectives are counted."""
+"""A step without a device, whose tensors, kernels and collectives are counted."""

@@ -20,7 +20,7 @@ from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Peak
 from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.simulate import Measured, Step, simulate
 
-# A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
+# The fewest layers of a shallow model, so that its middle prefetches as a deep model's does.
 _FEWEST_LAYERS = 4
 
 
@@ -30,43 +30,42 @@ class Simulations:
     def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
         self.model_config, self._imbalance = model_config, imbalance
         self._measured: dict[Hashable, Measured] = {}
-        # (kind of layer, longest document, ranks that share it): layers that attend by document.
+        # Layers that attend by document: (kind, longest document, ranks that share a row).
         self._by_document: set[tuple[Hashable, int, int]] = set()
 
     def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         layout = step.world.layout
-        own = layers_of_stages(whole, layout.stages)[step.world.stage]
-        kinds = layer_kinds(whole)[own.start : own.stop]
-        like = layout.max_length, layout.row_ranks
-        tried = {(kind, *like) for kind in kinds}
+        layers = layers_of_stages(whole, layout.stages)[step.world.stage]
+        kinds = layer_kinds(whole)[layers.start : layers.stop]
+        tried = {(kind, layout.max_length, layout.row_ranks) for kind in kinds}
         step = replace(step, imbalance=self._imbalance, is_by_document=tried <= self._by_document)
-        parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
-        steps = {_key(each): each for each in (replace(step, own=part) for part in parts)}
-        new = {key: each for key, each in steps.items() if key not in self._measured}
-        results = at_once([partial(self._simulate, each) for each in new.values()])
+        parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
+        steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
+        new = {key: cut for key, cut in steps.items() if key not in self._measured}
+        results = at_once([partial(self._simulate, cut) for cut in new.values()])
         self._measured.update(zip(new, results, strict=True))
-        short, *_, long = (self._measured[key] for key in [*steps] * 2)  # or one of both
+        short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
         if long.attention.by_document and not long.attention.by_layer:
             self._by_document |= tried
         return short if short is long else extrapolate(short, long, len(kinds))
 
     def _simulate(self, step: Step) -> Measured:
-        assert step.own
-        return simulate(step, with_layers(self.model_config, step.own.stop))
+        assert step.layers
+        return simulate(step, with_layers(self.model_config, step.layers.stop))
 
 
 def _key(step: Step) -> Hashable:
-    """Return what makes a step."""
+    """Return a key that is equal for steps with equal measures."""
     config, world = step.config, step.world
     # The optimizer changes neither forward nor backward.
     layout = replace(world.layout, optimizer="")
     sections = config.model.model_dump_json(), config.lora.model_dump_json()
-    return step.own, layout, sections, step.policy, world.local_size, world.stage, step.tiles
+    return step.layers, layout, sections, step.policy, world.local_size, world.stage, step.tiles
 
 
 def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
-    """Return a value for each decoder layer; layers that are built alike have the same."""
+    """Return a kind for each decoder layer; layers that are built alike are of one kind."""
     config = model.config.get_text_config()
     types = layer_types(config)
     kinds: list[Hashable] = []
@@ -77,23 +76,23 @@ def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
 
 
 def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
-    """Return two numbers of layers to measure, between which lies one period of the kinds.
+    """Return the layers of two shallow models that differ by one period of the kinds.
 
-    Both cut models begin as the whole one does and end as it does, at the end of a period. Returns
-    None if the whole model has as few layers as they have, or has no period.
+    Both begin and end as the whole model does, at the end of a period. Return None if the whole
+    model is as shallow, or if its layers repeat no period.
     """
     n = len(kinds)
     for period in range(1, n // 2 + 1):
         # The last layers repeat with this period, from `start` on: go back while a layer is like
-        # the one a period behind it. The last period has none behind it.
+        # the one a period later. The last period has no later one.
         start = n
         while start > 0 and (start + period > n or kinds[start - 1] == kinds[start - 1 + period]):
             start -= 1
-        # Whole periods alone are left out, so that a cut model ends as the whole one does: with
+        # Whole periods are left out, so that a shallow model ends as the whole one does: with
         # d m m m m and a period of 1, `first` begins at 1 layer, d.
         first = n - (n - start) // period * period
         # Layers of the first half have their number from the front as their place, and those of the
-        # second half from the end. One place must be one kind of layer in both cut models: `start`
+        # second half from the end. One place must be one kind of layer in both models: `start`
         # layers fit into the first half, and one more that repeats stands before the second half,
         # since a layer's peak depends on the neighbour that prefetches it.
         while first < max(_FEWEST_LAYERS, 2 * start + 2 * (start > 0)):
@@ -107,8 +106,8 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
 def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
     """Return the measures of a model of `layers` layers.
 
-    Every place of a step grows by the same bytes with each further period of layers, so places in
-    the middle have no more than those at the ends.
+    Every place of a step grows by the same bytes with each further period of layers. Places in the
+    middle of the deep model have no more than those at its ends.
     """
     times = (layers - long.layers) // (long.layers - short.layers)
 

@@ -1,7 +1,7 @@
-"""Say which kernel an operator launches on a GPU, and what that reads, writes and computes.
+"""Count the bytes and FLOPs of the kernel that an operator launches on a GPU.
 
 An operator counts as one kernel, which reads each of its inputs and writes each of its outputs
-once: a few launch more (a sort, fused AdamW over many tensors).
+once. A few operators launch more kernels (a sort, fused AdamW over many tensors).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 
-# They launch nothing, though their schemas do not say so.
+# Operators that launch no kernel, though their schemas do not say so.
 _NOTHING = {"_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream", "detach_"}
 _NOTHING |= {"wait_tensor", "_reshape_alias"}
 _COMMUNICATION = {"c10d", "_c10d_functional"}
 _FILLS = {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_"}
-# They read of their first tensor only the elements that they return.
+# Operators that read only the elements of their first tensor that they return.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
-# They read and write of their first tensor only the elements that they change.
+# Operators that read and write only the elements of their first tensor that they change.
 _CHANGES = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_"}
 _CHANGES |= {"scatter_add_"}
-# The place of the first of two factors among the arguments.
+# The position of the first of two factors among the arguments.
 _PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 _ATTENTION = {
     "_varlen_attn": Kind.ATTENTION,
@@ -41,10 +41,7 @@ _ATTENTION = {
 def kernel_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device: str
 ) -> Kernel | None:
-    """Return the kernel that an operator launches on devices of this type, or None.
-
-    `result`: that of the operator.
-    """
+    """Return the kernel that an operator with this result launches on this device type, or None."""
     name = func._opname
     if func.is_view or name in _NOTHING or "empty" in name or func.namespace in ("prim", "prims"):
         return None
@@ -53,7 +50,7 @@ def kernel_of(
         return None
     if func.namespace in _COMMUNICATION:
         return Kernel(Kind.COLLECTIVE, name, max(x.nbytes for x in tensors))
-    if result is not None and not _tensors(result):  # a size, say, that the host knows
+    if result is not None and not _tensors(result):  # for example a size, which the host knows
         return None
     n_bytes = sum(_moved(func, args, kwargs, result))
     if name in _PRODUCTS:
@@ -78,21 +75,21 @@ class _Argument(NamedTuple):
 
 @functools.cache
 def _arguments(func: Any) -> list[_Argument]:
-    """Return what an operator does with each of its arguments."""
+    """Return which of its arguments an operator reads and writes."""
     arguments = []
-    for each in func._schema.arguments:
-        is_written = each.alias_info is not None and each.alias_info.is_write
-        if (func._opname, each.name) == ("_fused_adamw_", "grads"):
-            is_written = False  # only where a scaler is given
-        is_filled = each.kwarg_only or func._opname in _FILLS
-        arguments.append(_Argument(each.name, is_written, not (is_written and is_filled)))
+    for argument in func._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if (func._opname, argument.name) == ("_fused_adamw_", "grads"):
+            is_written = False  # AdamW writes gradients only to unscale them
+        is_filled = argument.kwarg_only or func._opname in _FILLS
+        arguments.append(_Argument(argument.name, is_written, not (is_written and is_filled)))
     return arguments
 
 
 @functools.cache
 def _fresh_results(func: Any) -> list[bool]:
     """Return whether each result is a new tensor, not one of the arguments."""
-    return [each.alias_info is None for each in func._schema.returns]
+    return [result.alias_info is None for result in func._schema.returns]
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,10 +102,10 @@ def _moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     values = _named(func, args, kwargs)
     results = result if isinstance(result, (tuple, list)) else [result]
     if all(_fresh_results(func)):
-        results = tree_leaves(results)  # a list of tensors is one result
+        results = tree_leaves(results)  # the schema has a list of tensors as one result
     else:
         pairs = zip(results, _fresh_results(func), strict=False)
-        results = [each for each, is_fresh in pairs if is_fresh]
+        results = [tensor for tensor, is_fresh in pairs if is_fresh]
     written = sum(map(_extent, results))
     yield written
     for number, argument in enumerate(_arguments(func)):
@@ -127,7 +124,7 @@ def _total_extent(value: Any) -> int:
 
 
 def _extent(value: Any) -> int:
-    """Return the bytes of a tensor in memory, each once where it is expanded."""
+    """Return the bytes of a tensor in memory; an expanded dimension counts once."""
     if not isinstance(value, torch.Tensor):
         return 0
     sizes = zip(value.shape, value.stride(), strict=True)
@@ -135,9 +132,9 @@ def _extent(value: Any) -> int:
 
 
 def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the FLOPs of causal attention over documents that are all as long as the longest.
+    """Return the FLOPs of causal attention if all documents are as long as the longest.
 
-    Two products forward, and five backward, which computes the scores again.
+    The forward has two products, the backward five, since it computes the scores again.
     """
     values = _named(func, args, kwargs)
     query = values["query"]

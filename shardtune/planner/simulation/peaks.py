@@ -1,4 +1,4 @@
-"""The peak of each phase: what a simulated step shows, with the optimizer's state and update."""
+"""Add the optimizer's state and update to a simulated step's peaks, or bound them by shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardtune.training.states.state_bytes import StateBytes
 
 _PASSES = ("evaluate", "forward", "backward")
 _COPIES_OF_GATHERED = 2  # FSDP's buffer, and the parameters that are copied out of it
-_COPIES_OF_ACTIVATIONS = 4  # what a product reads and writes, with norms, and gradients of both
+_COPIES_OF_ACTIVATIONS = 4  # input and output of a product, with norms, and gradients of both
 _WIDEST_BYTES = 4  # float32
 
 
@@ -34,11 +34,12 @@ def step_memory(
 ) -> tuple[dict[str, Peak], int]:
     """Return the peak of each phase, and the memory that the device must have.
 
-    That is the most of each stream at once, which a GPU's allocator keeps for it, and the
-    allowance. `pieces`: bytes of an update's. `gathered`: those that stay gathered in all passes.
+    `pieces`: bytes of an offloaded update's pieces. `gathered`: bytes of parameters that stay
+    gathered in all passes.
     """
-    worked_in = max(map(optimizer.eager_bytes, optimizer.trained))
-    peaks = _peaks(measured, states, worked_in + pieces, gathered)
+    workspace = max(map(optimizer.eager_bytes, optimizer.trained))
+    peaks = _peaks(measured, states, workspace + pieces, gathered)
+    # A GPU's allocator keeps freed memory for its stream, so the streams' peaks add up.
     pools: Counter[int] = Counter()
     for (phase, _, stream), size in measured.pools.items():
         more = gathered * (phase in _PASSES and stream == 0)
@@ -64,7 +65,7 @@ def _peaks(
         by_cause[phase] = max(peaks, key=lambda peak: peak.n_bytes).by_cause + optimizer
     for phase in _PASSES:
         by_cause[phase][Cause.GATHERED] += gathered
-    # New weights are gathered when the update has freed what it works in.
+    # The update frees its workspace before new weights are gathered: the larger one counts.
     by_cause["optimizer"] = max(updated, by_cause["optimizer"], key=Counter.total)
     by_cause["save"] = weights + optimizer  # gradients are dropped before
     return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
@@ -76,19 +77,20 @@ def bounded_memory(
     """Return an upper bound of the peak of any phase, by shapes alone.
 
     `model` comes from `build_on_meta`. All parameters and gradients count as unsharded at once,
-    each parameter's product as kept for the backward, and attention as under a mask. A bound that
-    is too low would let a run begin that cannot end.
+    each product as kept for the backward, and attention as masked: a bound that is too low would
+    start a run that cannot end.
     """
     head: Any = model.get_output_embeddings()
     logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
-    # A layer that is computed again keeps its input alone, but one layer is whole in the backward.
+    # With recomputation layers keep their inputs alone, and the backward has one layer whole.
     scores = max(heads.queries for heads in shapes.heads) * world.layout.max_length
-    layers = shapes.of_stages(world.layout.stages)[world.stage].per_layer
+    layers = shapes.by_stage(world.layout.stages)[world.stage].per_layer
     kept = [layer.products + scores for layer in layers]
     if world.layout.keeps_inputs_alone:
         kept = [max(kept, default=0), len(kept) * shapes.hidden_size]
     activations = world.layout.tokens_per_rank * (sum(kept) + logits) * _WIDEST_BYTES
     largest = max(gathered_numel(p) for p in model.parameters()) * _WIDEST_BYTES
+    # The copies of an asynchronous save are in a CPU process's own memory.
     staging = 0
     if world.device.type == "cpu" and config.checkpoint.mode == "async":
         staging = states.parameters + states.optimizer

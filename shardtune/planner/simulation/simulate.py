@@ -47,25 +47,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """The step of one rank that is simulated: a few micro-batches of full rows."""
+    """A step to simulate as one rank: a few micro-batches of full rows."""
 
     config: Config
     policy: ReshardPolicy
     world: World
-    own: range | None = None  # the layers of its stage
+    layers: range | None = None  # of the rank's stage
     tiles: int = 1  # see `tile_layers`
     imbalance: float = EXPERT_IMBALANCE
-    is_by_document: bool = False  # its layers are known to attend by document
+    is_by_document: bool = False  # whether all its layers are known to attend by document
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank holds and sends in a step of `layers` layers.
+    """Memory, traffic and kernels of one rank in a step of `layers` layers.
 
-    `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
-    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` and
-    `kernels` begin with the evaluation's forward and go on with each micro-batch; the last one's
-    holds the new weights', too.
+    `peaks`: by phase and place. A layer's place is its number, counted from the end in the second
+    half. `pools`: peak bytes by phase, place and stream. `traffic` and `kernels`: first of the
+    evaluation's forward, then of each micro-batch, and last of what follows the micro-batches.
     """
 
     layers: int
@@ -78,34 +77,32 @@ class Measured:
     def step_traffic(self, micro_batches: int) -> Counter[Collective]:
         """Return the traffic of a step with this number of micro-batches."""
         total = _step(self.traffic, micro_batches)
-        # A message may arrive during the micro-batch before its own, and all are alike.
-        for collective in [each for each in total if each.kind == "send"]:
+        # A message may arrive one micro-batch early, so each gets the mean of all.
+        for collective in [key for key in total if key.kind == "send"]:
             sizes = [micro_batch[collective] for micro_batch in self.traffic[1:-1]]
             behind = self.traffic[-1][collective]
             total[collective] = micro_batches * sum(sizes) // len(sizes) + behind
         return total
 
     def step_kernels(self, micro_batches: int) -> Counter[Kernel]:
-        """Return how often each kernel runs in such a step, the optimizer's left out."""
+        """Return how often each kernel runs in a step, without the optimizer's kernels."""
         return _step(self.kernels, micro_batches)
 
 
 def _step(parts: Sequence[Counter[T]], micro_batches: int) -> Counter[T]:
-    """Return the sum over a step, of which `parts` has the first micro-batches and the last."""
+    """Return the sum over a step: all micro-batches between first and last equal the second."""
     _, first, *others, behind = parts
     total = first + behind
     if others:
         total += others[-1]
-    for each, size in others[0].items() if len(others) > 1 else ():
-        total[each] += (micro_batches - 2) * size
+    for key, size in others[0].items() if len(others) > 1 else ():
+        total[key] += (micro_batches - 2) * size
     return total
 
 
 @contextmanager
 def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[World]:
-    """Be the first rank of a stage, its fullest, in a world without other processes.
-
-    Collectives do nothing.
+    """Be the first rank of a stage, the fullest, in a world whose collectives do nothing.
 
     Raises:
         UserError: the ranks cannot be divided as configured.
@@ -128,18 +125,17 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
 
 
 def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
-    """Evaluate, and take a step of a few micro-batches.
+    """Simulate an evaluation, and a step of three micro-batches, or one more than stages.
 
-    From the second micro-batch on gradients exist. The last one differs from the second, since it
-    reduces gradients that were kept; any in between is like the second. With stages one more is
-    taken than are in flight.
+    The first micro-batch finds no gradients, the second does, and the last reduces gradients that
+    were kept. Further ones are like the second. A pipeline needs one more than it has in flight.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
     """
     policy, world, layout = step.policy, step.world, step.world.layout
     tracker, device = Tracker(layout.is_gpu), world.device
-    model = build_on_meta(step.config, model_config, world, step.own)
+    model = build_on_meta(step.config, model_config, world, step.layers)
     if layout.is_gpu:
         run_as_on_gpus(model, layout, _OtherMemory)
     exchanged = partial(_exchanged, model, step)
@@ -158,7 +154,7 @@ def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
             tracker.read_by_host = exchanged(batch.input_ids.numel(), step.tiles)
-            tracker.restart()
+            tracker.restart()  # the trials are no part of a step
             stage = Stage(model, owned, world)
             sent = SentGradients(owned, _OtherMemory()) if layout.offloads else None
             tracker.begin("evaluate")
@@ -180,7 +176,7 @@ def _decide(
     tracker: Tracker,
     exchanged: Callable[[int, int], Iterator[int]],
 ) -> Attention:
-    """Let the model attend and make its loss as in the run, after the same trials."""
+    """Choose the attention and the loss head by the same trials as a run."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
     world, layout = step.world, step.world.layout
     trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
@@ -193,7 +189,7 @@ def _decide(
 
 
 class _OtherMemory:
-    """Copies in host memory, of which a device keeps nothing."""
+    """Stands for host memory: a copy in it takes nothing of the device."""
 
     def write(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         pass
@@ -222,14 +218,10 @@ def _accumulate(
     policy: ReshardPolicy,
     tracker: Tracker,
 ) -> tuple[list[Counter[Collective]], list[Counter[Kernel]]]:
-    """Pass the micro-batches of a step, and return what is sent and launched.
-
-    The first of each is of what came before, as the evaluation; then each micro-batch's; the last
-    one is of what follows all of them.
-    """
+    """Run the micro-batches of a step; return `traffic` and `kernels` of `Measured`."""
     traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
     kernels = [tracker.kernels, *(Counter[Kernel]() for _ in micro_batches)]
-    tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
+    tracker.traffic = traffic[1]  # a stage receives its first message before its first pass
     for newest, (batch, due) in enumerate(stage.passes(micro_batches)):
         tracker.traffic, tracker.kernels = traffic[1 + newest], kernels[1 + newest]
         tracker.begin("forward")
@@ -239,7 +231,7 @@ def _accumulate(
             policy.before_backward(model, oldest == len(micro_batches) - 1)
             tracker.begin("backward", Cause.BACKWARD)
             stage.backward(micro_batches[oldest], scale=1.0)
-            for parameter in model.parameters():  # no collective has shown some of them
+            for parameter in model.parameters():  # gradients without a reduction are uncounted
                 if parameter.grad is not None:
                     tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
     tracker.traffic, tracker.kernels = Counter(), Counter()
@@ -252,7 +244,7 @@ def _accumulate(
 def full_batch(layout: Layout, is_flat: bool, device: torch.device) -> Batch:
     """Return full rows of one document each, with every token trained.
 
-    Where ranks share them, it is the slice of the first one, the longest.
+    If ranks share rows, return the slice of the first rank, which is the longest.
     """
     rows, length = layout.micro_batch_size, layout.max_length
     slices = slice_lengths(rows * length, layout.row_ranks)
@@ -273,22 +265,21 @@ def full_batch(layout: Layout, is_flat: bool, device: torch.device) -> Batch:
 
 
 def _exchanged(model: PreTrainedModel, step: Step, tokens: int, tiles: int) -> Iterator[int]:
-    """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
-    then how many it receives from each, for every exchange."""
+    """Yield for each exchange the (token, expert) pairs sent to each rank, then those received."""
     ranks = step.world.layout.expert
     if ranks == 1:
         return iter(())
-    met = top_k(model)
+    experts_per_token = top_k(model)
     numbers: list[int] = []
     for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
-        pairs = met * len(tile)
+        pairs = experts_per_token * len(tile)
         sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
         numbers += [*sent, *(round(step.imbalance * n) for n in sent)]
     return cycle(numbers)
 
 
 def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
-    """Name the places of a step, so that those of models of several depths can be compared."""
+    """Tell the tracker which layer runs, by a place that models of two depths share."""
     layers = decoder_layers(model)
 
     def enter(place: int, *_: Any) -> None:
@@ -299,7 +290,7 @@ def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
         if hidden.requires_grad:
             hidden.register_hook(partial(enter, place))
 
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(layers):  # the second half counts from the end
         place = i if i < len(layers) // 2 else i - len(layers)
         layer.register_forward_pre_hook(partial(enter, place), prepend=True)
         layer.register_forward_hook(partial(leave, place))

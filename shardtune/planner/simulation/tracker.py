@@ -1,8 +1,7 @@
 """Follow the bytes that a rank holds and sends while a step runs on fake tensors.
 
-A fake tensor has a shape and a size and no contents, so a step of a large model takes seconds. FSDP
-frees parameters by resizing their storages. That does not run an operator, so the tracker follows
-it too.
+A fake tensor has a shape and no contents, so a step of a large model takes seconds. FSDP frees
+parameters by resizing their storages, which runs no operator, so the tracker follows that, too.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _KINDS = {
 }
 
 
-# Of an H100 or H200. A flash attention that adds up in one order keeps more sums on more of them.
+# Of an H100 or H200. Deterministic flash attention keeps float32 sums for each of them.
 _MULTIPROCESSORS = 132
 
 
@@ -58,22 +57,24 @@ class Tracker(TorchDispatchMode):
 
     `pools` has the peak bytes of each stream, by phase and place: a GPU's allocator keeps memory
     that is freed for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they
-    do nothing. With `is_gpu` operators take the memory in which a GPU's kernels work, too.
+    do nothing. With `is_gpu` the workspace of a GPU's attention counts, too.
 
     `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
-    input of a reduction, and the smaller side of an all-to-all. `kernels` has those that the
+    input of a reduction, and the smaller side of an all-to-all. `kernels` counts the kernels that
     operators would launch on a GPU.
     """
 
     def __init__(self, is_gpu: bool = False) -> None:
         super().__init__()
         self.is_gpu = is_gpu
-        self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
+        self.read_by_host: Iterator[int] = iter(
+            ()
+        )  # the numbers that the model reads in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
-        self.traffic: Counter[Collective] = Counter()  # of what runs from now on
-        self.kernels: Counter[Kernel] = Counter()  # likewise
-        self.cause = Cause.ACTIVATIONS  # of what operators make from now on
+        self.traffic: Counter[Collective] = Counter()  # of collectives that follow
+        self.kernels: Counter[Kernel] = Counter()  # of operators that follow
+        self.cause = Cause.ACTIVATIONS  # of tensors that operators make from now on
         self._live: Counter[Cause] = Counter()
         self._of_stream: Counter[int] = Counter()
         self._streams = [torch.cpu.current_stream()]
@@ -81,22 +82,22 @@ class Tracker(TorchDispatchMode):
         self._phase, self._place = "", 0
 
     def restart(self) -> None:
-        """Forget what ran so far, but not what is held."""
+        """Forget peaks, traffic and kernels so far; tensors that live stay counted."""
         self.peaks, self.pools = {}, {}
         self.traffic, self.kernels = Counter(), Counter()
 
     def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
-        """From now on peaks count for this phase, and new tensors under this cause."""
+        """Count peaks for this phase, and new tensors under this cause, from now on."""
         self._phase, self._place, self.cause = phase, _BEGINNING, cause
         self._update_peak()
 
     def enter(self, place: int) -> None:
-        """From now on peaks count for this place of the phase."""
+        """Count peaks for this place of the phase from now on."""
         self._place = place
         self._update_peak()
 
     def hold(self, tensor: torch.Tensor, cause: Cause) -> None:
-        """Count the tensor's storage under this cause, whether it was counted before or not."""
+        """Count the tensor's storage under this cause, even if it was counted before."""
         self._count(tensor.untyped_storage(), cause)
         self._update_peak()
 
@@ -111,19 +112,18 @@ class Tracker(TorchDispatchMode):
             result = resize(storage, size)
             known = self._known.get(id(storage))
             cause = known[0] if known else self.cause
-            # FSDP allocates what it gathers so.
+            # FSDP allocates gathered parameters by resizing storages.
             is_gathered = cause in (Cause.ACTIVATIONS, Cause.BACKWARD)
             self._count(storage, Cause.GATHERED if is_gathered else cause)
             self._update_peak()
             return result
 
         def output_shape_uncounted(*arguments: Any) -> Any:
-            # The first time that DTensor meets an operator it runs it on whole fake tensors, which
-            # no rank ever holds.
+            # DTensor runs each operator once on whole fake tensors, which no rank ever holds.
             with _disable_current_modes():
                 return output_shape(*arguments)
 
-        # Labels for a profiler are a tenth of a step's operators, and count for nothing.
+        # A profiler's labels are a tenth of a step's operators, and take time alone.
         cast(Any, record_function).__enter__ = lambda self: self
         cast(Any, record_function).__exit__ = lambda *_: None
         propagator = cast(Any, ShardingPropagator)
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(args[0])
         if func is torch.ops.aten.equal.default:
-            return True  # a mask is taken for the one that is expected
+            return True  # a mask equals the expected one
         workspace = None
         if self.is_gpu and func is torch.ops.torch_attn._varlen_attn_backward.default:
             _, query, key, _, _, _, boundaries, *_ = args
@@ -199,10 +199,10 @@ class Tracker(TorchDispatchMode):
         """Return the number that the host reads in a tensor of one element.
 
         Raises:
-            NotSimulated: nobody knows it.
+            NotSimulated: the number depends on the data.
         """
         if tensor.dtype == torch.bool:
-            return False  # no row of several documents is a single one
+            return False  # a model asks whether a row is one document
         try:
             return next(self.read_by_host)
         except StopIteration:
@@ -210,12 +210,12 @@ class Tracker(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage, cause: Cause) -> None:
         """Count the storage under this cause, in place of its last cause and size."""
-        # An id is of use again once its storage is gone, when `_forget` has dropped it.
+        # Python uses an id again once its storage is gone; `_forget` has dropped it by then.
         key, size, stream = id(storage), storage.nbytes(), self._stream()
         if known := self._known.get(key):
             self._subtract(*known)
-            # A new cause alone: the memory stays where it was allocated. FSDP2 frees a storage by
-            # resizing it to 0 and fills it again on another stream, whose memory it then takes.
+            # A new cause leaves the memory with its stream. A new size does not: FSDP2 resizes a
+            # storage to 0, and fills it again on another stream, which allocates its memory.
             if known[1] == size:
                 stream = known[2]
         else:
@@ -244,16 +244,16 @@ class Tracker(TorchDispatchMode):
         if key not in self.peaks or total > self.peaks[key].n_bytes:
             self.peaks[key] = Peak(total, self._live.copy())
         for stream, size in self._of_stream.items():
-            # The streams of collectives are as full at any layer, a little sooner or later.
+            # The streams of collectives are equally full at each layer, so one place is enough.
             place = self._phase, self._place if stream == 0 else 0, stream
             self.pools[place] = max(size, self.pools.get(place, 0))
 
 
 def varlen_workspace(query: torch.Tensor, key: torch.Tensor, boundaries: torch.Tensor) -> int:
-    """Return the bytes in which FlashAttention 2's backward works while it adds up in one order.
+    """Return the workspace bytes of FlashAttention 2's deterministic backward.
 
-    Sums of dq in float32, one for each share of the multiprocessors that a head of a document gets,
-    and dk and dv of each query head where these share keys: mha_varlen_bwd in PyTorch's
+    It has float32 sums of dq, one for each share of the multiprocessors that a document's head
+    gets, and dk and dv of each query head if heads share keys: `mha_varlen_bwd` in PyTorch's
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp. FlashAttention 3 takes less.
     """
     (tokens, heads, width), documents = query.shape, len(boundaries) - 1
@@ -266,12 +266,12 @@ def varlen_workspace(query: torch.Tensor, key: torch.Tensor, boundaries: torch.T
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return empty grouped products in float32: fake tensors know them in bfloat16 alone."""
+    """Return empty grouped products in float32, which fake tensors know in bfloat16 alone."""
     return a.new_empty((len(a), b.shape[-1]) if b.dim() == 3 else (len(ends), len(a), b.shape[-1]))
 
 
 def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the ranks of the group among a collective's arguments, an object or a name."""
+    """Return the ranks of a collective's group, an object or a name among the arguments."""
     for value in args:
         if isinstance(value, str):
             group = dist.distributed_c10d._resolve_process_group(cast(Any, value))
