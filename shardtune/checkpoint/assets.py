@@ -1,4 +1,4 @@
-"""The files of a model beside its weights: the same in the source, a checkpoint and an export."""
+"""The files of a model beside its weights: a checkpoint and an export copy the source's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _DTYPE = ("dtype", "torch_dtype")
 def model_assets(folder: Path) -> dict[str, bytes]:
     """Return the source's small files, FILES_BESIDE_WEIGHTS, by file name.
 
-    They are the source's bytes, but config.json does not say where it came from, and of a quantised
-    source it says bfloat16, as which its weights are read.
+    They are copies, except config.json: it loses the path that it was read from, and for a
+    quantised source it names bfloat16, in which the weights are read.
     """
     left_out = links_out_of(folder)
     files = [path for path in _files_beside_weights(folder) if path not in left_out]
@@ -42,8 +42,8 @@ def model_assets(folder: Path) -> dict[str, bytes]:
 def links_out_of(folder: Path) -> list[Path]:
     """Return the files beside the weights that are links to other places than config.json.
 
-    An export would publish what they lead to. Two places are allowed beside the folder: that of
-    the file behind config.json, for folders of links alone, and the hub's blobs.
+    An export would publish the files that they point to. Links may also point to the folder of the
+    real config.json (for folders of links) and to the hub's blobs.
     """
     home = folder.resolve()
     inside = {home, (folder / "config.json").resolve().parent}
@@ -59,7 +59,7 @@ def _files_beside_weights(folder: Path) -> list[Path]:
 
 
 def list_source(path: str) -> dict[str, Any]:
-    """Return the tensors in the files of a model that is on this node, for an export to be like."""
+    """Return the tensors in the model's files, which an export will have, too."""
     folder = model_folder(path)
     assert folder, path  # its config.json was read
     absolute = str(folder.absolute()) if Path(path).is_dir() else path

@@ -1,4 +1,4 @@
-"""Two-phase commit: the ranks make one checkpoint of the files that each wrote, or none.
+"""Two-phase commit: the files of all ranks become one checkpoint, or none does.
 
 write    Every rank writes its file into a hidden staging directory.
 prepare  The first rank of each disk, its leader, adds the manifest and COMPLETE.

@@ -1,4 +1,4 @@
-"""Every system call that changes a checkpoint directory, or the metrics that go with it.
+"""All system calls that change a checkpoint directory or metrics.jsonl.
 
 Their order decides what survives a crash. Tests replace this module's `os` to record or fail them.
 """
@@ -74,7 +74,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class AppendedFile:
-    """A file that exists, to whose end bytes are added. They last from `sync` on."""
+    """Appends bytes to an existing file. `sync` makes them durable."""
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -113,7 +113,7 @@ def rename(old: Path, new: Path) -> Path | None:
 
 
 def unfinished(path: Path) -> Path:
-    """Return the hidden name of a directory that gets the name `path` once it is whole."""
+    """Return the hidden name under which the directory `path` is written until it is complete."""
     return path.with_name(f".{path.name}.writing")
 
 
@@ -176,7 +176,7 @@ def size(path: Path) -> int:
 def missing_room(error: Exception, what: str, needed_bytes: float, part: Path) -> str:
     """Say how much room a write lacks on a full disk, as "; ...". Empty for another error.
 
-    `part` is what it has written: this will go, and counts as free.
+    `part`, the file that was begun, counts as free: it will be deleted.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
@@ -185,7 +185,7 @@ def missing_room(error: Exception, what: str, needed_bytes: float, part: Path) -
         missing = needed_bytes - free_bytes(part.parent) - size(part)
     except OSError:
         return needed
-    # A quota leaves less than that.
+    # A quota may leave less than the filesystem says.
     return f"{needed}, {rounded_gb(missing)} more than it has free" if missing > 0 else needed
 
 

@@ -1,4 +1,4 @@
-"""The disks on which a run writes: how much is free there, and what a start will clear."""
+"""The disks on which a run writes: their free space, and the bytes that a start will delete."""
 
 from __future__ import annotations
 

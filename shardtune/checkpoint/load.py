@@ -19,7 +19,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 
 _PIECE_BYTES = 16 << 20  # read at once, in whole rows
-# A slow link is not an error, and a dead rank closes its connection.
+# The timeout is long: a slow link is no error, and a dead rank closes its connection anyway.
 _TRANSFER_TIMEOUT = datetime.timedelta(days=2)
 
 
@@ -107,7 +107,7 @@ def transfer(
             part = torch.empty(shape, dtype=checkpoint.dtype(chunk.tensor))
             dist.recv(part.view(-1).view(torch.uint8), sender, group)
             yield part
-    # A rank without a part in this would be gone while others still connect to it.
+    # A rank with nothing to send or receive would end while others still connect to it.
     dist.barrier(group)
     dist.destroy_process_group(group)
 

@@ -46,7 +46,7 @@ class StoredChunk:
 
     @property
     def whole(self) -> list[slice]:
-        """All of the chunk, as a box within it."""
+        """The box of the whole chunk, in its own coordinates."""
         return [slice(0, size) for size in self.sizes]
 
     @property
@@ -104,7 +104,8 @@ class Checkpoint:
         return next(iter(self.find_all(file)), None)
 
     def find_all(self, file: str) -> list[Path]:
-        """Return its path in every directory that has it: each disk has a copy of the assets."""
+        """Return the paths of a file in all directories that have it, as assets are on every
+        disk."""
         return [path for directory in self.directories if (path := directory / file).is_file()]
 
     def why_missing(self, file: str) -> str:

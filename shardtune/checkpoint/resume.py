@@ -51,7 +51,7 @@ def agree_on_checkpoint(
     is_named = resume != "auto"  # by the user
     paths = [Path(resume)] if is_named else _committed_and_prepared(run_dir.checkpoints)
     candidates, rejected = _candidates(paths, is_named, run_dir, world)
-    is_loss = is_named or bool(rejected)  # without a committed one there is nothing to lose
+    is_loss = is_named or bool(rejected)  # no committed checkpoint can be lost
     chosen = None
     for path_of in candidates:
         checkpoint = _open(path_of, run_dir, world)
@@ -85,7 +85,7 @@ def _candidates(
 ) -> tuple[list[dict[int, str]], list[str]]:
     """Return the checkpoints, newest first, and the problems of those that cannot be opened.
 
-    Each is given by its paths: one for each disk that holds a part, by the disk's leader.
+    A checkpoint is a mapping from each disk's leader to the path of the disk's part.
     """
     opened: list[tuple[int, str, str]] = []
     problems: list[str] = []
@@ -109,7 +109,8 @@ def _candidates(
 
 
 def _open(path_of: dict[int, str], run_dir: RunDir, world: World) -> Checkpoint:
-    """Open a candidate on all ranks: those whose disk holds no part get the manifest of another."""
+    """Open a candidate on all ranks. A rank whose disk has no part of it gets another rank's
+    manifest."""
     path = path_of.get(run_dir.leader_of[world.rank])
     source = min(path_of)
     opened = open_checkpoint(Path(path_of[source])) if world.rank == source else None
@@ -139,7 +140,7 @@ def _check(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> tuple[Check
 
 
 def _recover(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoint:
-    """Commit a prepared checkpoint where it is not: give it its final name."""
+    """Give a prepared checkpoint its final name on each disk where it has none yet."""
     final = [path.with_name(checkpoint.name) for path in checkpoint.directories]
 
     def commit() -> None:
@@ -159,7 +160,7 @@ def leftovers(run_dir: RunDir, resumed: Checkpoint | None) -> list[Path]:
 
 
 def _is_unfinished(path: Path, resumed: Checkpoint | None) -> bool:
-    """Return whether a save or a deletion was cut short, and left no checkpoint that is whole."""
+    """Return whether a directory is the rest of an interrupted save or deletion."""
     is_hidden = path.name.startswith(".checkpoint_") and not _is_part(path, resumed)
     return is_hidden and not (_STAGING.fullmatch(path.name) and (path / "COMPLETE").exists())
 

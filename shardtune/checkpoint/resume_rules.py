@@ -31,7 +31,7 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     Each field of `shardtune.config` says whether a resume may change it.
     """
     changes = changed_keys(resumed.state["config"], config)
-    # Where the digest of the weights decides, they may lie in another folder.
+    # The digest decides about frozen weights, so their folder may have another name.
     decided = {"model.path"} if "weights" in resumed.state else set()
     forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
     if unknown := [f"{key}={json.dumps(old)}" for key, old, _ in forbidden if key not in KEYS]:
@@ -77,7 +77,7 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
 
 
 def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:
-    """Log what is computed in another way: on a GPU the last bits may differ.
+    """Log each kernel that is compiled now and was not, or the reverse: last bits may differ.
 
     `kinds`: `compiled` or `eager`, by what is computed. Older checkpoints know the update's alone.
     """

@@ -1,4 +1,5 @@
-"""Save while training continues: the loop waits for a copy of its tensors, a thread writes it."""
+"""Save while training continues: the loop waits for a copy of the tensors alone; a thread writes
+it."""
 
 from __future__ import annotations
 
@@ -37,12 +38,13 @@ from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import SaveEntry
 
-_STUCK_AFTER_S = 90  # past the deadline; by then every attempt has ended whose disk still answers
+_STUCK_AFTER_S = 90  # past the deadline: an attempt that has not ended by then waits for a dead
+_STUCK_AFTER_S = 90  # disk
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the thread of a save needs of the step that is saved.
+    """The data of a step that the thread writes.
 
     `tensors` are this rank's own parts, `random` its random states. `began` is a time of
     perf_counter; `stall_s` is None where training waits until the save has ended.
@@ -103,7 +105,7 @@ class Saver:
         disk = [rank for rank in range(world.size) if leader_of[rank] == leader_of[world.rank]]
         self._disk_bytes = sum(per_rank[rank][1] for rank in disk) + sum(map(len, assets.values()))
         self._run_id = world.on_rank0(lambda: secrets.token_hex(4))
-        # Another connection: a thread that waits on one blocks its other users.
+        # The thread has a connection of its own: a wait on a shared one blocks its other users.
         store = cast(Any, world.store).clone()
         self._store = dist.PrefixStore(f"checkpoint/{self._run_id}", store)
         self._attempts: list[SaveAttempt] = []
@@ -124,9 +126,9 @@ class Saver:
         `ended` gets its line for `metrics.jsonl`. A save that fails is logged; training goes on.
         """
         began = time.perf_counter()
-        self._wait()  # for the save before, over whose copies this one writes
+        self._wait()  # the previous save still reads the copies that this one overwrites
         attempt = self._new_attempt(state["step"])
-        # What the next step changes is taken now; the thread writes it while training goes on.
+        # Random states and tensors are copied now, since the next step changes them.
         tensors = self._own_tensors()
         if self._host:
             self._host.wait()
@@ -148,7 +150,7 @@ class Saver:
         number = len(self._attempts) + 1
         name, directory = checkpoint_name(step), self._run_dir.checkpoints
         attempt = SaveAttempt(
-            # No other attempt has this name, of this run or of one that was killed.
+            # The name is unique among the attempts of this run and of killed ones.
             staging=directory / f".{name}.{self._run_id}{number:04d}",
             final=directory / name,
             rank=self._world.rank,
@@ -226,7 +228,7 @@ class Saver:
         raise RunFailed(f"{self._attempts[-1].final.name} was not saved: {problem}; {AGAIN}")
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what this rank writes of each tensor."""
+        """Return this rank's part of each tensor that it writes."""
         return {name: to_local(self._tensors[name]).detach() for name in self._offsets}
 
 

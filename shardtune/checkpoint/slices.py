@@ -26,8 +26,8 @@ def slices_to_write(
 ) -> tuple[dict[str, Sequence[int]], dict[str, TensorKind]]:
     """Decide which tensors this rank writes its part of. Collective.
 
-    Of a part that several ranks hold, the one that has the least to write so far writes it. Each
-    rank has its `tensors`, those of its stage.
+    Where several ranks hold a part, the rank with the fewest bytes so far writes it. `tensors` are
+    those of this rank's stage.
 
     Returns:
         The first index of each part that this rank writes, and the tensors of all ranks.
@@ -57,7 +57,7 @@ def slices_to_write(
 def _offer(tensor: torch.Tensor) -> Sequence[int] | None:
     """Return the first index of this rank's part, or None if it is empty.
 
-    An empty part has the first index of the part that another rank holds behind it.
+    An empty part has the same first index as the next rank's part.
     """
     return first_indices(tensor) if to_local(tensor).numel() else None
 
@@ -82,7 +82,7 @@ def slices_to_read(
     for name, tensor in tensors.items():
         start, local = first_indices(tensor), to_local(tensor).detach()
         for chunk in checkpoint.chunks[name]:
-            # The part that both hold, by its edges in each dimension of the whole tensor.
+            # The intersection of chunk and part, in coordinates of the whole tensor.
             edges = [
                 (max(first, own_first), min(first + size, own_first + own_size))
                 for first, size, own_first, own_size in zip(

@@ -22,8 +22,8 @@ def training_state(
     """Return every tensor of the training state by a lasting name; tied weights appear once.
 
     With adapters only their factors are trained: the frozen weights are in the files of
-    `model.path`. The optimizer's state is created here, as its first step would. Taking that step
-    changes the weights.
+    `model.path`. The optimizer's state is created here, because its first step would change the
+    weights.
     """
     tied = model.all_tied_weights_keys
     tensors: dict[str, torch.Tensor] = {}
@@ -37,7 +37,8 @@ def training_state(
 
 
 def masters_by_name(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the weights in host memory that the optimizer updates in place of the model's."""
+    """Return the masters in host memory, which the optimizer updates instead of the model's
+    weights."""
     host = cast(Any, optimizer).host
     return {
         name: host.masters[parameter]
@@ -52,8 +53,8 @@ def model_state(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that are saved, by their names in `training_state`.
 
-    They are in the order of the modules, so that those of all stages are in the whole model's.
-    `masters`: those that take a parameter's place.
+    They have the order of the modules, so that the stages together have the whole model's order.
+    `masters` replace parameters of the same name.
     """
     tied, persistent = model.all_tied_weights_keys, model.state_dict().keys()
     parameters: dict[str, torch.Tensor] = {
@@ -73,7 +74,7 @@ def model_kinds(model: PreTrainedModel) -> dict[str, tuple[torch.dtype, list[int
 
 def random_state(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the states of this rank's random generators, by names that include the rank."""
-    # The third value is one half of a pair of normal numbers, which nothing here draws.
+    # The third value caches a normal number; nothing here draws normal numbers with it.
     _, words, _ = random.getstate()
     numpy_state = np.random.get_state(legacy=False)["state"]
     numpy_words = np.append(numpy_state["key"], numpy_state["pos"]).astype(np.int64)

@@ -48,9 +48,9 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet befor
     from shardtune.cluster.node_ranks import NodeRanks
 
 _POLL_S = 0.1
-_FRAMES = 12  # of the stack of a stuck rank: those next to where it is
+_FRAMES = 12  # the innermost frames of a stuck rank's stack that a line shows
 _SILENT_S = 40.0  # between agents, while ranks run
-# A rank that lost a connection waits for the rank or node that is the cause; so does node 0.
+# A lost connection is a symptom: node 0 waits so long for the rank or node that caused it.
 _CAUSE_WITHIN_S = 15.0
 _END_BY_THEMSELVES_S = 3.0
 _KILLED_WITHIN_S = 15.0
@@ -122,7 +122,7 @@ class Agent:
     async def _prepare_and_run(self) -> Failure:
         started = time.monotonic()
         self._control = await meet(self._environment, agents_digest())
-        assert self._helper is not None  # with problems no nodes meet
+        assert self._helper is not None  # nodes with problems do not meet
         with tempfile.TemporaryDirectory(prefix="shardtune.", ignore_cleanup_errors=True) as name:
             facts = await check_nodes(self._control, self._environment, self._helper, Path(name))
             size = len(self._control.nodes)
@@ -138,7 +138,7 @@ class Agent:
             return await self._run([fact["processes"] for fact in facts], Path(name))
 
     def _on_signal(self, number: int, work: asyncio.Task[Failure]) -> None:
-        """Pass it on to the ranks; before there are any, this launch ends."""
+        """Pass the signal on to the ranks; before they exist, end this launch."""
         self._signalled = signal.Signals(number).name
         if self._ranks is None:
             work.cancel()
@@ -217,7 +217,7 @@ class Agent:
             if failure and not failure.lost_connection:
                 chosen, decide_at = failure, 0.0
             elif failure and chosen is None:
-                # Another rank is gone, and its own node may say more.
+                # The lost rank's own node may know the cause.
                 chosen, decide_at = failure, time.monotonic() + _CAUSE_WITHIN_S
             if chosen and time.monotonic() >= decide_at:
                 judge.decide_restart(chosen, self._signalled)
@@ -236,7 +236,7 @@ class Agent:
             dumps = await asyncio.to_thread(ranks.dump_flight_recorders)
             for path in dumps:
                 _show(f"NCCL's flight recorder: {path}")
-            if dumps:  # the hosts run ahead of GPUs, so only these tell whose GPU is behind
+            if dumps:  # hosts run ahead of their GPUs: only NCCL's records tell whose GPU is behind
                 prefix = Path(dumps[0]).name.rstrip("0123456789")
                 _show(f"`torchfrtrace -p {prefix} FOLDER` compares those of all nodes")
         by_themselves_s = 0.0 if end.code == 1 else _END_BY_THEMSELVES_S

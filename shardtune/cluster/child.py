@@ -53,8 +53,8 @@ class Child:
 def results(children: list[Child], timeout_s: float, late: Callable[[int], str]) -> list[Message]:
     """Receive one message of each child, in their order, and end them.
 
-    The first message with `problems` ends the others too. `late` names the problem of a child, by
-    its index, that has reported nothing in time.
+    The first message with `problems` ends the others too. `late(index)` describes a child that has
+    reported nothing in time.
     """
     reports: dict[int, Message] = {}
     deadline = time.monotonic() + timeout_s

@@ -15,8 +15,8 @@ from shardtune.units import gb
 _MOST_LINES = 10
 _SKEW_REFUSED_S = 30.0
 _SLOW = 0.8  # of the median
-# Facts that all nodes must share, and what to do where they do not. Consequences stand before
-# their cause, because the last line is read first.
+# Facts that all nodes must share, each with its remedy. A cause stands behind its consequences,
+# because people read the last line first.
 _ADVICE = {
     "devices": "use nodes of one kind; where a GPU is missing, run nvidia-smi",
     "environment": "set it on every node, or on none",
@@ -36,7 +36,7 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     problems = []
     shared = [name for fact, name in zip(facts, names, strict=True) if fact["shares_run_dir"]]
     others = [name for name in names if name not in shared]
-    if len(shared) > 1 and others:  # all may share it, or each has its own
+    if len(shared) > 1 and others:  # nodes may share it or have disks of their own
         problems.append(
             f"run.dir {facts[0]['run_dir']} is one directory on {first_few(shared, _MOST_LINES)} "
             f"and another on {first_few(others, _MOST_LINES)} - mount it on every node, or give "
@@ -134,7 +134,7 @@ def _rate(bytes_per_s: float) -> str:
 def warnings_of(
     facts: Sequence[Message], figures: Sequence[Message], names: Sequence[str]
 ) -> list[str]:
-    """Describe differences that may be meant, limits of single nodes, and slow parts."""
+    """Describe differences that may be intended, limits of single nodes, and slow parts."""
     warnings = _differences("tuning", facts, names, "most of these must be alike")
     median = statistics.median(value for figure in figures for value in figure["flops"])
     for name, fact, figure in zip(names, facts, figures, strict=True):

@@ -43,7 +43,7 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     # asyncio prints a traceback of a handler that is cancelled, as when a launch ends.
     expected = (OSError, EOFError, asyncio.CancelledError)
     with contextlib.suppress(*expected), contextlib.closing(writer):
-        for size in _SIZES:  # whole: parts of a large message may be small enough to pass
+        for size in _SIZES:  # one write: parts of a large message may be small enough to pass
             writer.write(await reader.readexactly(size))
 
 
@@ -82,5 +82,5 @@ async def _problem(control: Control, node: int, places: list[Message]) -> str | 
                     "both, and look for a firewall or proxy on the way"
                 )
     finally:
-        writer.transport.abort()  # bytes that wait on a slow way would delay the verdict
+        writer.transport.abort()  # the verdict does not wait for bytes on a slow path
     return None

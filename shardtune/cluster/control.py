@@ -1,7 +1,8 @@
 """The connections between the agents, from their first hello to their last line.
 
 A message is a JSON object on one line, with its HMAC behind it where JOIN_SECRET is set. Received
-text is parsed, never executed; of another shape, or not authentic, it ends the connection.
+text is parsed, never executed. A message of another shape, or without a valid HMAC, ends the
+connection.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ConnectionLost(Exception):
 
 
 class Stranger(ConnectionLost):
-    """The other end is none of the nodes."""
+    """The other end is not a node of this run."""
 
 
 class OtherSecret(Stranger):
@@ -67,7 +68,7 @@ class NodeHello(BaseModel, frozen=True):
 
 
 def _one_of(*kinds: dict[str, Any]) -> Callable[[Message], Message]:
-    """Return a reader of messages, each with the keys and the types of one of these kinds."""
+    """Return a function that reads a message, and accepts only these kinds' keys and types."""
     known = {frozenset(kind): {key: TypeAdapter(kind[key]) for key in kind} for kind in kinds}
 
     def read(message: Message) -> Message:
@@ -110,7 +111,7 @@ class Peer:
         self.silent_ticks = 0
 
     def send(self, message: Message) -> None:
-        """Send without waiting. Whoever receives from a peer learns that it is lost."""
+        """Send without waiting. `receive` raises if the peer is lost."""
         if self._num_sent == 0:
             self._nonce = secrets.token_hex(16)
             message = message | {"nonce": self._nonce}
@@ -142,7 +143,7 @@ class Peer:
         return received
 
     def _mac(self, sender: str, receiver: str, number: int, body: bytes) -> bytes:
-        """Cover a random text of each end and the number, so that no message is valid twice."""
+        """Sign the message with both ends' random texts and its number: a copy is not valid."""
         signed = json.dumps([sender, receiver, number]).encode() + body
         mac = hmac.new(self._secret, signed, "sha256").hexdigest()
         return b"\t" + mac.encode() if self._secret else b""
@@ -201,9 +202,9 @@ class Control:
             self.tell(message)
 
     async def next(self, timeout_s: float) -> tuple[int, Message] | None:
-        """Return the next message, behind the node that sent it, or None after this time.
+        """Return the next message with its node's number, or None after this time.
 
-        `{"lost": why}` is the last one of a node.
+        A node's last message is `{"lost": why}`.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -236,7 +237,7 @@ class Control:
             self.lose(peer, lost)
 
     def drop(self, peer: Peer, why: object) -> None:
-        """Close a connection. Of a stranger's, warn once for each address and cause."""
+        """Close a connection. If it was a stranger's, warn once for each address and cause."""
         peer.close()
         if isinstance(why, Stranger) and (peer.address, str(why)) not in self._dropped:
             self._dropped.add((peer.address, str(why)))
@@ -252,7 +253,7 @@ class Control:
             self._queue.put_nowait((peer.hello.node or 0, message))
 
     async def _beat(self) -> None:
-        """Count ticks, not time: a process that was stopped itself then accuses nobody."""
+        """Count ticks, not time: after a stop of this process no other node looks silent."""
         while True:
             await asyncio.sleep(_TICK_S)
             for peer in self.peers[:]:

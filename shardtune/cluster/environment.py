@@ -60,7 +60,7 @@ class Environment:
     nodes: int | None
     processes: int | None  # of this node: GPUS_PER_NODE
     master: str
-    master_named: str  # with the address that this is here where it is another
+    master_named: str  # the address of this host name here, where it differs
     master_ip: str | None
     port: int | None
     store_port: int | None
@@ -146,7 +146,7 @@ def read_environment(environ: MutableMapping[str, str], arguments: Sequence[str]
 
 
 def _take_secret(environ: MutableMapping[str, str], problems: list[str]) -> bytes:
-    """Remove JOIN_SECRET: no other process inherits it, and /proc shows none of a fork."""
+    """Take JOIN_SECRET out of the environment, so that no child and no /proc file shows it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     if at := getenv(b"JOIN_SECRET"):
@@ -230,7 +230,7 @@ def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | 
 def _route_problems(
     interface: str, master: str, master_ip: str, owns_master: bool, node: int | None
 ) -> list[str]:
-    """Say where node 0 is not at its address, or the interface not on the way to it."""
+    """Say if node 0 does not have its address, or if the interface does not lead to it."""
     if node == 0 and not owns_master:
         return [
             f"MASTER_ADDR {master} is not an address of node 0, which has "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet befor
 
 
 def local_failure(ranks: NodeRanks, signalled: str | None) -> Failure | None:
-    """Return the first failure of this node's ranks, a cause before a symptom.
+    """Return the first failure of this node's ranks. A cause goes before a symptom.
 
     `signalled` names the signal that this node's agent has received.
     """
@@ -64,8 +64,8 @@ def _unexplained_end(ranks: NodeRanks, index: int, signalled: str | None) -> Fai
 class Judge:
     """Judges the messages of all nodes in one attempt after another of a launch.
 
-    `sizes` are the numbers of ranks of all nodes. Only node 0's agent hears of other nodes' ranks;
-    the others hear whether node 0 is lost.
+    `sizes` are the numbers of ranks of all nodes. Node 0's agent receives the reports of all ranks;
+    other agents only learn if node 0 is lost.
     """
 
     def __init__(self, environment: Environment, config: Config, sizes: Sequence[int]) -> None:
@@ -80,7 +80,8 @@ class Judge:
         self._finished: set[int] = set()
 
     def judge(self, node: int, message: Message, ranks: NodeRanks) -> Failure | None:
-        """Return the end of the attempt that a node's message means, or None; code 0: success."""
+        """Return how the attempt ends after a node's message, or None if it goes on; code 0:
+        success."""
         if "lost" in message:
             return self._lost_node(node, message, ranks)
         if message.get("attempt") != self.attempt:
@@ -93,7 +94,7 @@ class Judge:
         if len(self._finished) == len(self._sizes):
             return Failure(0, [])
         every = [status for node in sorted(self._statuses) for status in self._statuses[node]]
-        # A rank that has ended has no status, and its node says why it has.
+        # A rank that has ended has no status. Its node reports the cause.
         is_complete = len(every) == sum(self._sizes)
         return stuck_ranks(every, self._config.distributed) if is_complete else None
 
@@ -112,7 +113,7 @@ class Judge:
         return Failure(1, [f"{what} - {remedy}; {AGAIN}"], may_restart=False)
 
     def decide_restart(self, failure: Failure, signalled: str | None) -> None:
-        """Set `restart` where the ranks are to start again: unless no step was gained since."""
+        """Set `restart` if ranks shall start again: the last restart must have gained a step."""
         steps = [s.step for statuses in self._statuses.values() for s in statuses]
         begun = [step for step in steps if step is not None]
         reached, best = max(begun, default=0), self._best_step

@@ -81,7 +81,7 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) ->
     part = ""
 
     def begin(name: str) -> None:
-        """Leave in the log what a rank does that may never return from it."""
+        """Log the measurement that begins: a rank may never return from it."""
         nonlocal part
         part = name
         with log.open("a", encoding="utf-8") as file:
@@ -160,7 +160,8 @@ def _exchange(device: torch.device, stage_ranks: int) -> None:
 
 
 def _gemm_flops(device: torch.device) -> float:
-    """Measure the best of many multiplications, in operations a second: ranks may share a core."""
+    """Measure the fastest of many multiplications, in operations a second: ranks may share a
+    core."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / min(_seconds(lambda: a @ b, 1, device) for _ in range(40))

@@ -66,7 +66,7 @@ def interfaces_towards(ip: str) -> list[str]:
 
 
 def address_towards(interface: str, ip: str) -> str:
-    """Choose the interface's address: this very one, else one in its network, else the first."""
+    """Choose an address of the interface: `ip` itself, else one in its network, else the first."""
     wanted, known = IPv4Address(ip), addresses()[interface]
     return str(max(known, key=lambda one: (one.ip == wanted, wanted in one.network)).ip)
 

@@ -29,7 +29,7 @@ from shardtune.units import gb
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file
 # Variables of NCCL and gloo, unless they name a node's own devices and files or only log more.
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
-# With one of these a rank talks to the others at moments when ranks without it do not.
+# These variables change when a rank communicates, so they must be equal on all ranks.
 _RANKS_VARIABLES = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_INIT_BARRIER", "MAX_RESTARTS")
 _GPU_TIMEOUT_S = 300.0  # without persistence mode the driver starts for each GPU
 _RDMA_PORTS = Path("/sys/class/infiniband")
@@ -84,7 +84,7 @@ def _file_facts(config: Config) -> Message:
 
 
 def _machine_facts(environment: Environment, config: Config) -> Message:
-    # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
+    # A process of its own asks: a process that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
     problem = older_transformers(config.parallel.expert)
     problems = [f"{environment.name}: {problem}"] if problem else []
@@ -195,7 +195,7 @@ def _digests(what: str, files: Mapping[str, Path], remarks: list[str]) -> dict[s
 
 
 def _digest(file: Path, all_bytes: int = 0) -> str:
-    """Hash a file, or samples of it where the set that it belongs to is too large."""
+    """Hash a file, or samples of it if its set of files is large."""
     if file.suffix == ".safetensors":
         with contextlib.suppress(ValueError):  # raised by one that is damaged
             return tensors_digest([file], all_bytes)

@@ -33,13 +33,14 @@ from shardtune.cluster.environment import Environment
 from shardtune.errors import UserError, first_few
 
 _HELLO_TIMEOUT_S = 10.0
-# A node with a problem of its own waits so long for others to tell them.
+# A node with a problem waits so long for other nodes, to tell them.
 _TELL_S = 3.0
 # A node names the likely causes after so long a wait for the others.
 _LIKELY_CAUSES_AFTER_S = 40.0
 _TRY_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to learn that no machine has an address of its network
-# A worker gives up when a connection has met this for so long. Node 0 may start later.
+# A worker gives up when its attempts have met the same obstacle for so long. Node 0 may start
+# later.
 _GIVE_UP_AFTER_S = {"refused": math.inf, "itself": 45.0, "silent": 30.0, "stranger": 10.0}
 
 
@@ -107,7 +108,7 @@ class _Reception:
         self._control.tell({"met": self._control.nodes})
 
     async def _wait(self) -> None:
-        """Return when all nodes have come, or once the others have the problems."""
+        """Return when all nodes have come, or when nodes that came know this node's problems."""
         master, port = self._environment.master, self._environment.port
         patience_s = self._environment.join_timeout_s
         started = next_word = time.monotonic()
@@ -161,7 +162,7 @@ class _Reception:
             is_silent = isinstance(error, TimeoutError)
             control.drop(peer, Stranger("it sends no message") if is_silent else error)
             return
-        if hello.code != me.code:  # no words of a stranger in the last line
+        if hello.code != me.code:  # the last line does not quote a stranger
             peer.hello = hello.model_copy(update={"host": peer.address, "problems": []})
         self._problems += self._contradictions(peer.hello)
         if self._problems:
@@ -193,7 +194,7 @@ class _Reception:
 
 
 class NotFound(Exception):
-    """Something else than node 0 was met: a key of _GIVE_UP_AFTER_S, and words."""
+    """An attempt met something other than node 0: a key of _GIVE_UP_AFTER_S, and a description."""
 
     def __init__(self, kind: str, words: str) -> None:
         self.kind = kind

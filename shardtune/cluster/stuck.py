@@ -20,10 +20,10 @@ from shardtune.distributed.rank_record import (
 from shardtune.errors import AGAIN, first_few
 
 TICK_S = 1.0
-# Steps before the first has ended wait for compilation, slow disks and a first evaluation.
+# The first step also waits for compilation, slow disks and a first evaluation.
 _WITHIN_STEPS = (*STEP_PHASES, Phase.EVALUATING)
 _WHILE_SAVING = (Phase.SAVING, Phase.EXPORTING)
-# A save has an end of its own past save_timeout_s, after which the run may go on.
+# A save ends by itself after save_timeout_s, and the run may go on.
 _SAVER_GIVES_UP_S = 180.0
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STOPPED_S = 40  # a process that was stopped (SIGSTOP) for so long is taken for lost
@@ -34,11 +34,11 @@ _WORKING_BYTES_PER_S = 100e3
 
 @dataclass
 class RankStatus:
-    """What an agent sees of a rank of its node.
+    """The status of a rank, as the agent of its node sees it.
 
-    `idle_s`: for how long it has come no further; outside of steps it may take its time, as long as
-    it works. `stopped_s`: for how long its process is stopped. `frame`: where its Python code is,
-    known when it has been idle for long. The other numbers are those of its record.
+    `idle_s`: the time since its last progress. Outside of steps CPU time and I/O count as progress.
+    `stopped_s`: for how long its process is stopped. `frame`: the place of its Python code, read
+    when it has been idle for long. Other fields copy its record.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class RankStatus:
 
 
 def limit_of(status: RankStatus, config: DistributedConfig) -> tuple[str, float]:
-    """Return the key and the seconds that limit for how long a rank may stand still."""
+    """Return the key and the seconds that limit how long a rank may stand still."""
     if status.phase in _WHILE_SAVING:
         return "save_timeout_s", config.save_timeout_s + _SAVER_GIVES_UP_S
     if status.is_in_step and not status.limits_steps:
@@ -77,7 +77,7 @@ def limit_of(status: RankStatus, config: DistributedConfig) -> tuple[str, float]
 
 
 class IdleClock:
-    """Measures for how long a rank's process has come no further."""
+    """Measures the time since a rank's last progress."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
@@ -99,7 +99,7 @@ class IdleClock:
             status.idle_s += TICK_S
 
     def _worked_s(self) -> float:
-        """Return the seconds in which a process at the least rates of work would do as much."""
+        """Return how long this process's work would take at the lowest rates that count as work."""
         cpu, io = self._process.cpu_times(), self._process.io_counters()
         moved = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
         return (cpu.user + cpu.system) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S

@@ -106,7 +106,7 @@ def _peft_config(
 
 
 def _shortest(chosen: Collection[str], names: Collection[str]) -> list[str]:
-    """Return the shortest ends of dotted names that, of all names, match the chosen ones alone."""
+    """Return the shortest suffixes of dotted names that match no name but the chosen ones."""
     others = [f".{name}" for name in names if name not in chosen]
     ends: dict[str, bool] = {}
 
@@ -156,7 +156,7 @@ class MergedModel(WholeModel):
             yield weight.to(dtype)
 
     def _delta(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return what the factors add to a weight of the model."""
+        """Return the product of the factors, which is added to a weight."""
         target = self._targets.get(name)
         if target is None:
             weight = self._model.get_parameter_or_buffer(name.removeprefix(MODEL))
@@ -177,7 +177,7 @@ def why_not_merged(assets: Mapping[str, bytes]) -> str:
 
 
 def why_other_weights(assets: Mapping[str, bytes]) -> str:
-    """Return that the source's weights are not those of the run, or "". They are read.
+    """Return why the source's weights are not those of the run, or "". It reads all of them.
 
     Older checkpoints do not name them.
     """

@@ -1,7 +1,7 @@
 """`best/`: the model of the lowest evaluation loss, written from the sharded weights themselves.
 
-`.best.writing` becomes `best`, and the one before it `.best.old` in between, on rank 0's disk. Each
-checkpoint has step and loss of the best model so far, since another disk may be rank 0's later.
+On rank 0's disk `.best.writing` becomes `best`; meanwhile the previous `best` is `.best.old`. Each
+checkpoint has step and loss of the best model, since rank 0 may have another disk later.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Best:
         else:
             self._export = Adapter(self._kinds, config.lora, assets)
         names = world.all_gather_json([*self._tensors()] if world.stage_rank == 0 else [])
-        # Of a weight that two stages have, the first one's.
+        # A tied weight, which two stages have, comes from the first of them.
         self._holder = {name: rank for rank in reversed(range(world.size)) for name in names[rank]}
         self.lowest: dict[str, Any] = {}
         self._is_first_write = True
@@ -77,9 +77,9 @@ class Best:
     def resume(self, resumed: Checkpoint) -> BestEntry | None:
         """Take the lowest loss that the checkpoint or a disk has; say where, if not on node 0.
 
-        Return the line of the model that is kept if its step comes after the checkpoint. The run
-        takes that step again, perhaps otherwise, and replaces the model by a better one alone: this
-        is logged.
+        If the kept model is of a later step than the checkpoint, the run takes that step again,
+        perhaps with another loss, and only a better model replaces the kept one. Log this, and
+        return the model's line.
         """
         listing = (self._is_leader and read_listing(self._out)) or {}
         own = {key: listing[key] for key in _RESULT} if "loss" in listing else {}
@@ -109,8 +109,8 @@ class Best:
     def offer(self, evaluation: EvalEntry) -> BestEntry | None:
         """Write the model if this evaluation's loss is the lowest so far; return its line.
 
-        Return None for one that is not the best, or where the model cannot be written, which is
-        logged: training goes on.
+        Return None if another model is better. A model that cannot be written is logged, and
+        training goes on.
         """
         result: dict[str, Any] = {key: value for key, value in evaluation.items() if key in _RESULT}
         if result["step"] == 0 or not result["loss"] < self.lowest.get("loss", torch.inf):
@@ -171,9 +171,9 @@ class Best:
         return problem
 
     def _gather(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Gather a tensor in the stage that has it, whose first rank sends it to rank 0.
+        """Gather a tensor within its stage, and send it from the stage's first rank to rank 0.
 
-        Returns it on rank 0, and nothing of use on the others.
+        Only rank 0 may use the returned tensor.
         """
         world, holder = self._world, self._holder[name]
         whole = torch.empty(0)
