@@ -56,7 +56,7 @@ class Batch:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def slice_of(self, number: int, ranks: int) -> Batch:
-        """Return one rank's slice of a flat row that so many ranks share; each has a token."""
+        """Return one rank's slice of a flat row that ranks share. None is empty."""
         assert self.position_ids is not None
         slices = slice_lengths(self.input_ids.shape[1], ranks)
         begin = sum(slices[:number])
@@ -84,7 +84,7 @@ class Batch:
 
 
 def slice_lengths(tokens: int, ranks: int) -> list[int]:
-    """Return the tokens of each rank's slice of a row: uneven by one at most, the first longest."""
+    """Return the lengths of a row's slices: they differ by one token, longer ones first."""
     ends = [-(-tokens * number // ranks) for number in range(ranks + 1)]
     return [end - begin for begin, end in pairwise(ends)]
 
@@ -92,14 +92,14 @@ def slice_lengths(tokens: int, ranks: int) -> list[int]:
 def build_batch(
     dataset: TokenDataset, sequences: list[int], is_flat: bool, share: tuple[int, int] = (0, 1)
 ) -> Batch:
-    """Build the batch of these sequences, or of a flat one a rank's share: its number, of how many.
+    """Build the batch of these sequences, or a rank's slice of a flat one. `share`: slice, slices.
 
-    Without any, it holds the shortest sequence of the dataset, untrained: the rank must take part.
+    Without sequences it has the dataset's shortest one, untrained, since every rank must take part.
     """
     documents = [dataset[i] for i in sequences]
     if not documents:
-        # A real sequence: in gemma3n a row of padding, whose embedding is zero, has gradients
-        # that are not finite.
+        # It is a real sequence: padding has a zero embedding, whose gradients in gemma3n are not
+        # finite.
         tokens, _ = dataset[int(dataset.lengths.argmin())]
         documents = [(tokens, np.zeros(len(tokens), np.bool_))]
     number, ranks = share

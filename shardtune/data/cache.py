@@ -53,7 +53,7 @@ def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: C
 
 
 def damaged_files(entry: Path) -> list[str]:
-    """Return the names of the files that are missing, or not as they were written.
+    """Return the names of the files that are missing or differ from their digests.
 
     Reads every byte. An entry without digests is damaged as well.
     """
@@ -67,7 +67,7 @@ def damaged_files(entry: Path) -> list[str]:
 
 
 def _digests(folder: Path) -> list[str]:
-    """Return a line of digest and name for each file that can be read, but for the digests."""
+    """Return a line with digest and name for each readable file, except the file of digests."""
     lines = []
     # NFS keeps the bytes of a replaced file that a run maps under a hidden name.
     for file in sorted(each for each in folder.glob("[!.]*") if each.name != _DIGESTS):
@@ -79,11 +79,10 @@ def _digests(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def new_entry(entry: Path) -> Iterator[Path]:
-    """Yield a hidden directory to fill, which becomes `entry` where the block ends without error.
+    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error.
 
-    Another process may have made the entry meanwhile, or it is there and damaged. The key decides
-    every byte of an entry, so the new files replace the old ones, which are equal or damaged. A
-    process that maps an old file keeps it.
+    The new files replace those of an existing entry. These are equal, since the key decides every
+    byte, or damaged. A process that maps an old file keeps it.
 
     Raises:
         OSError: the cache cannot be written.
@@ -101,7 +100,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
         except OSError:
             if not entry.exists():
                 raise
-            for file in entry.glob("[!.]*"):  # what no entry has would be damage at every start
+            for file in entry.glob("[!.]*"):  # else a strange file would look damaged again
                 if file.is_dir():
                     shutil.rmtree(file)
                 elif not (folder / file.name).exists():

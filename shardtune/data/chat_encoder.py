@@ -1,4 +1,4 @@
-"""The trained tokens of a record: the model must generate them, the stop token included.
+"""The trained tokens of a record are those that the model must generate, with the stop token.
 
 At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
 must then write T = what the template writes after that prompt for the turn, through the stop
@@ -174,7 +174,7 @@ class ChatEncoder:
             return self
         key = json.dumps([loss_on, options], sort_keys=True, default=str)
         if key not in self._variants:
-            if len(self._variants) >= _MOST_VARIANTS:  # each record may have options of its own
+            if len(self._variants) >= _MOST_VARIANTS:  # each record may bring options
                 self._variants.clear()
             encoder = copy.copy(self)
             encoder.loss_on = loss_on
@@ -215,7 +215,7 @@ class ChatEncoder:
     def part_encoder(
         self, messages: list[Message], tools: Tools, first: int = 0
     ) -> Callable[[int], EncodedRecord]:
-        """Return a function that encodes messages[:end], of which it gets `end`.
+        """Return a function of `end` that encodes messages[:end].
 
         The turns to train are chosen from all messages, as `encode_messages` says, which has the
         errors too. Each turn is rendered and verified once, however often the function is called.
@@ -249,7 +249,7 @@ class ChatEncoder:
                 "data.loss_on=all trains every message - remove its flag, or choose "
                 "data.loss_on=assistant"
             )
-        if trained[:1] == [0] and self.loss_on != "all":  # nothing prompts it: it can only be read
+        if trained[:1] == [0] and self.loss_on != "all":  # no prompt leads to it: it is context
             trained = trained[1:]
             notes.append((Outcome.LEADING_ANSWER, ""))
         marked = [i for i in assistant if flags.get(i) and i not in trained]
@@ -366,7 +366,7 @@ class ChatEncoder:
         return self._with_stop(ids, [True] * len(ids))
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        """Prepend the tokenizer's BOS, unless `ids` begins with it (a rendered text)."""
+        """Prepend the tokenizer's BOS, unless `ids` begins with it, as a rendered text may."""
         return ids if ids[: len(self._bos_ids)] == self._bos_ids else self._bos_ids + ids
 
     def _with_stop(
@@ -381,7 +381,7 @@ class ChatEncoder:
         return EncodedRecord([sequence], appended_stop=appended)
 
     def _encode_whole(self, text: str, turns: list[Turn]) -> EncodedSequence | None:
-        """Return one sequence that trains all turns; None if one has another prompt in it."""
+        """Return one sequence that trains all turns, or None if a turn's prompt differs in it."""
         if not all(text.startswith(turn.text[: turn.end]) for turn in turns):
             return None
         ids, offsets = self._tokenize(text)
@@ -393,7 +393,7 @@ class ChatEncoder:
         return self._train(ids, offsets, firsts, turns)
 
     def _encode_turn(self, turn: Turn) -> EncodedSequence:
-        """Return a sequence of the turn's prompt, tokenized as at inference, and the turn."""
+        """Return a sequence of a turn and its prompt, which is tokenized as at inference."""
         ids, offsets, first = self._tokenize_apart(turn.text, turn.begin)
         return self._train(ids, offsets, [first], [turn])
 
@@ -421,7 +421,7 @@ class ChatEncoder:
 
     def _prompt_length(self, text: str, ids: list[int], offsets: Offsets, begin: int) -> int | None:
         """Count the `ids` of the prompt text[:begin]; None if inference tokenizes it otherwise."""
-        # Added tokens (markup) split the text before all else: look from the last of them on.
+        # A tokenizer splits a text at added tokens (markup) first: look from the last one on.
         last = bisect_left(offsets, (begin, -1)) - 1
         while last > 0 and ids[last] not in self._added_ids:
             last -= 1

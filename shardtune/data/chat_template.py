@@ -33,13 +33,13 @@ _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 _AROUND_THOUGHT = re.compile(
     rf"(<[^<>\s]*>\w*|\[[^\[\]\s]*\])\s*{NEXT_TEXT}\s*(<[^<>\s]*>|\[[^\[\]\s]*\])"
 )
-# Every template gets these. Whether it writes them is checked, but for the id, which only ties an
-# answer to a call. The flags are ours.
+# Every template gets these. A check shows whether it writes them, except the id, which ties an
+# answer to a call. It never gets our flags.
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *MARKS}
 
 
 _OF_A_TURN = ("tools", "functions", "available_tools", "tool_call", "function_calls")
-# Roles that other tools write, and those that stand in where a template does not write them.
+# Roles that other tools write, each with the roles that replace it where the template has none.
 _STAND_INS = {
     "developer": "system",
     **dict.fromkeys(("function", "observation", "tool_response"), "tool"),
@@ -50,7 +50,7 @@ TAKEN = "the template gets this from the records, the tokenizer or the renderer 
 
 
 def taken_options(tokenizer: Any) -> set[str]:
-    """Return the names of the template's variables that are not the user's."""
+    """Return the names of the template's variables that a user may not set."""
     parameters = signature(tokenizer.apply_chat_template).parameters
     return {"messages", *parameters, *tokenizer.special_tokens_map}
 
@@ -65,7 +65,7 @@ class ChatTemplate:
     Args:
         tokenizer: a fast tokenizer of transformers.
         name: the template's name in messages to users.
-        date: the date that templates get which insert today's; only used where `uses_date`.
+        date: the date that templates get which insert today's; used where `uses_date`.
         stop_texts: the texts of the stop tokens, first the one to append.
         options: variables for the template, such as `enable_thinking`.
     """
@@ -138,7 +138,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_one_text(self) -> bool:
-        """Whether the template writes a content of text parts as code, or not at all."""
+        """Whether the template fails to write text parts, or writes them as code."""
         parts = [{"type": "text", "text": NEXT_TEXT}]
         as_text, as_parts = (self._rendered_probe(content) for content in (NEXT_TEXT, parts))
         is_read = NEXT_TEXT in as_parts and not contains(normalize(as_parts), str(parts))
@@ -167,7 +167,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_bare_tools(self) -> bool:
-        """Whether the template writes a tool that is not under `function`, or none at all."""
+        """Whether the template takes tools that are not under `function`, or writes none."""
         tool = {"name": NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
         wrapped = {"type": "function", "function": tool}
         bare, whole = (self._rendered_probe("q", tools=[each]) for each in (tool, wrapped))
@@ -179,9 +179,9 @@ class ChatTemplate:
         return {role for role in _STAND_INS if self._writes_role(role)}
 
     def _writes_role(self, role: str) -> bool:
-        """Whether the template writes this role, and not merely the name of any role.
+        """Whether the template has a form for this role.
 
-        Many write an unknown role as it is called, and have a form of its own for a tool.
+        Many templates write the name of an unknown role as it is, which is not a form.
         """
         stand_in = _STAND_INS[role]
         answer = [{"role": "assistant", "content": "a"}] * (stand_in == "tool")
@@ -201,7 +201,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_bare_calls(self) -> bool:
-        """Whether the template writes a call that is not under `function`, or none at all."""
+        """Whether the template takes calls that are not under `function`, or writes none."""
         call = {"name": NEXT_TEXT, "arguments": {"a": "b"}}
         message = {"role": "assistant", "content": "", "tool_calls": [call]}
         bare, whole = (
@@ -233,7 +233,7 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
     def _rendered_probe(self, content: Any, *more: Message, tools: Tools = None) -> str:
-        """Return a question, and more, with a generation prompt; "" where the template raises."""
+        """Render a question, these messages and a generation prompt; "" if the template raises."""
         try:
             return self.render([{"role": "user", "content": content}, *more], tools, not more)
         except ChatError:
@@ -241,7 +241,7 @@ class ChatTemplate:
 
     @cached_property
     def thoughts(self) -> list[tuple[str, str]]:
-        """What opens and what closes a thought: commonly, and where the template writes them."""
+        """The texts that open and close a thought: the common ones, and those of the template."""
         message = {"role": "assistant", "content": "a"} | dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
         pairs = {"<think>": "</think>"}
         if found := _AROUND_THOUGHT.search(self._rendered_probe("q", message)):
@@ -250,7 +250,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_thoughts_in(self) -> bool:
-        """Whether a thought in the content is written as one beside it."""
+        """Whether the template writes a thought in the content as it writes a separate one."""
         message = {"role": "assistant", "content": "a"}
         beside = message | dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
         begin, end = self.thoughts[-1]

@@ -82,7 +82,7 @@ class Conversation:
         end = self._end_of_turn(i, text, generated)
         appended = "" if end else self._missing_stop(i, text)
         if first_missing(self.messages[i], normalize(generated)):
-            # The turn's text may begin in the prompt: a content that opens <think>, as that does.
+            # The turn's text may begin within the prompt, where both open <think>.
             plain = self.render(before)
             in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
             self.require_texts(i, in_prompt + generated)
@@ -93,7 +93,7 @@ class Conversation:
         return Turn(i, text, len(prompt), end, bool(appended), has_longer_prompt)
 
     def _behind_a_shorter_prompt(self, before: list[Message], prompt: str, text: str) -> str | None:
-        """Return the turn at the end of `text`, where its header is the beginning of the prompt.
+        """Return the turn at the end of `text` if the prompt only begins with the turn's header.
 
         None where the prompt adds an open thought, which the turn would have to close, or the turn
         begins with one, which the model would not write behind a closed one.
@@ -126,7 +126,7 @@ class Conversation:
         longer_text: str,
         prompted: bool = False,
     ) -> str | None:
-        """Return what stands in `longer_text` behind `text`, the renderings of these messages.
+        """Return the text that `longer_text` has behind `text`, the rendering of `shorter`.
 
         Message i is the last one of `shorter`; `prompted`: `text` ends with a generation prompt.
         None if the template writes something else behind message i in the longer conversation.
@@ -175,7 +175,7 @@ class Conversation:
         return stop.end() if stop else None
 
     def _missing_stop(self, i: int, text: str) -> str:
-        """Return what a next message adds to `text` through a stop token; the eos if none."""
+        """Return the text through a stop token that a next message adds; the eos if none does."""
         is_last = i + 1 == len(self.messages)
         probe: Message = {"role": "user"} if is_last else self.messages[i + 1]
         calls = self.messages[i].get("tool_calls")
@@ -206,7 +206,7 @@ class Conversation:
     def require_parts(self, i: int, messages: list[Message]) -> None:
         """Raise ChatError when the rendering of `messages` lacks a part of message i.
 
-        Tags in the parts tell a part that is written from one that other text happens to hold.
+        Each part gets a tag, so that equal text elsewhere does not count as the part.
         """
         tagged, parts = with_tags(messages[i])
         if set(parts.values()) <= {"text"}:
@@ -233,7 +233,7 @@ class Conversation:
             )
 
     def notes(self, text: str) -> list[Note]:
-        """Return what is unusual about `text`, the rendering of all messages, but exact.
+        """Return notes on what is unusual about `text`, the rendering of all messages.
 
         Raises:
             ChatError: the template writes contents as code.

@@ -48,7 +48,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
-_OFTEN_BROKEN = 0.1  # of the records of a source: more is a form that was not recognised
+_OFTEN_BROKEN = 0.1  # of a source's records: with more its form was not recognised
 _LOG_EVERY_S = 10.0
 
 
@@ -56,8 +56,8 @@ class TokenDataset:
     """The sequences of one set, memory-mapped.
 
     `lengths`, `trained_counts`: int32 [sequences], tokens and trained tokens of each. `record`:
-    int64 [sequences], the index of its record in the set, which does not decrease. `source`: uint16
-    [sequences], the index of its source, which does not either.
+    int64 [sequences], the index of its record in the set, ascending. `source`: uint16 [sequences],
+    the index of its source, ascending, too.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -289,8 +289,8 @@ class _SetWriter:
             values = np.asarray(columns[column], dtype).tobytes()
             with self._files[column].open("ab") as file:
                 file.write(values)
-            # The key of the data tells whether a checkpoint or another node has the same tokens.
-            # Names of sources and numbers of records do not matter to it.
+            # The key tells whether a checkpoint or another node has the same tokens. It leaves out
+            # names of sources and numbers of records.
             if column in self._digests:
                 self._digests[column].update(values)
         self.n_sequences += len(lengths)
@@ -309,7 +309,7 @@ class _SetWriter:
         return [f"{self.name}: {line}" for line in (totals, *self._outcome_lines().values())]
 
     def _outcome_lines(self) -> dict[tuple[Outcome, str], str]:
-        """Return the lines of `outcomes`, with a warning where most tokens are context again."""
+        """Return the lines of `outcomes`; warn if most tokens are repeated context."""
         lines = self.outcomes.lines()
         for key in ((Outcome.TURNS_APART, ""), (Outcome.LONGER_PROMPT, "")):
             if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
@@ -324,7 +324,7 @@ class _SetWriter:
 
 @dataclass
 class _SourceSums:
-    """Sums over one source: its records, its broken ones, and the part that its own set got."""
+    """Sums over one source: its records, its broken ones, and those that its own set got."""
 
     n_read: int = 0
     n_bytes: int = 0
@@ -348,7 +348,7 @@ class _SourceSums:
         self.fields |= chunk.fields
 
     def refuses_broken(self, data: DataConfig) -> bool:
-        """Return whether broken records end the run. A file that breaks loses all behind it."""
+        """Return whether broken records end the run. A broken file loses what follows."""
         return self.broken.end_files or self.broken_share > data.most_broken
 
     @property
@@ -358,7 +358,7 @@ class _SourceSums:
     def dropped_lines(self) -> dict[str, int]:
         """Return a line with the number of broken records, and one for each kind of them.
 
-        With the index of the first record that each is about.
+        Each line comes with the index of its first record.
         """
         if not (kinds := self.broken.lines()):
             return {}

@@ -1,6 +1,6 @@
-"""Records that are in the data twice: exact duplicates, and evaluation records that are trained.
+"""Duplicates: records that the data has twice, and evaluation records that are also trained.
 
-Two records are the same where their rows are: what is compared is what the model gets.
+Records count as equal if their rows are equal: the comparison sees what the model sees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEDY = "docs/data.md has the command that drops them"
 class RecordHash(NamedTuple):
     """The hashes of a record's tokens, and of its tokens and trained flags; its index in its set.
 
-    Of 10 million records two have the same hash by chance once in 300,000 sets of data.
+    In one of 300,000 datasets of 10 million records two hashes are equal by chance.
     """
 
     tokens: int
@@ -53,13 +53,13 @@ class RecordHashes:
         return sum(map(len, self._parts))
 
     def repeated(self) -> list[int]:
-        """Return the records of which the set has the same one before, tokens and trained flags."""
+        """Return the records that equal an earlier one of the set, in tokens and flags."""
         _, rows, records = np.concatenate(self._parts).T
         _, firsts = np.unique(rows, return_index=True)
         return np.delete(records, firsts).tolist()
 
     def shared_with(self, other: RecordHashes) -> list[int]:
-        """Return the records whose tokens a record of the other set has, trained or not."""
+        """Return the records whose tokens equal those of a record in `other`, trained or not."""
         tokens, _, records = np.concatenate(self._parts).T
         of_other, *_ = np.concatenate(other._parts).T
         return records[np.isin(tokens, of_other)].tolist()

@@ -21,10 +21,10 @@ import numpy as np
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.packing import best_fit
 
-_SHUFFLE = 1  # one more number in the seed: the rows of an epoch draw other random numbers
+_SHUFFLE = 1  # added to the seed of an epoch, so that its rows draw other random numbers
 _GROUP_ROWS = 32
-# Where levels of cost end, 3% apart (`shuffle_groups`, with B = 8,192), in tokens.
-# Whole numbers: another machine's last bit must not move a row.
+# Ends of the levels of cost, in tokens, 3% apart (`shuffle_groups`, B = 8,192). They are integers,
+# since a last bit on another machine must not move a row.
 _LEVEL_EDGES = np.rint(8192 * (1.03 ** np.arange(200) - 1))
 
 

@@ -1,4 +1,4 @@
-"""What happens to records on their way to sequences, and the lines of the log that count it."""
+"""Outcomes of records on their way to sequences, and the lines of the log that count them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NAMED_PROBLEMS = 10
 
 
 def shown_name(field: str) -> str:
-    """Return the name of a field as messages show it: in quotes where there is nothing to see."""
+    """Return the name of a field for a message, in quotes if it is invisible."""
     return field if field.strip() else repr(field)
 
 
 class Outcome(Enum):
-    """One thing that happens to records: its sentence in the log, and whether it is a warning.
+    """An outcome of a record: its sentence in the log, and whether the sentence is a warning.
 
-    `{}` in a sentence stands for a detail, such as a name.
+    `{}` in the sentence is replaced by a detail, such as a name.
     """
 
     FOREIGN_FORM = "records in the form of {}"
@@ -105,7 +105,7 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
     def lines(self, warning: str = "WARNING: ") -> dict[tuple[Outcome, str], str]:
         """Return a line for each outcome, in the order of their first records, with its effects.
 
-        `warning`: what stands before an outcome that warns.
+        `warning`: the prefix of an outcome that warns.
         """
         lines: dict[tuple[Outcome, str], str] = {}
         for (outcome, detail, effect), count in self.items():
@@ -117,7 +117,7 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
 
 
 class BrokenRecord(NamedTuple):
-    """Why a record cannot be used; with `ends_file`, neither can the file behind it.
+    """Why a record cannot be used. `ends_file`: the rest of its file cannot be used either.
 
     `record`: its index in its set. `kind`: the problem without the record's own values.
     """

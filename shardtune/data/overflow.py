@@ -20,17 +20,17 @@ from shardtune.data.outcomes import Outcome, OutcomeCounts
 from shardtune.data.record_error import RecordError
 
 _OUTCOMES = {
-    "turns": Outcome.SPLIT,  # of texts; the turns of conversations are left out before
+    "turns": Outcome.SPLIT,  # of texts: conversations have lost turns before
     "truncate": Outcome.TRUNCATED,
     "split": Outcome.SPLIT,
-    "drop": Outcome.PARTLY_DROPPED,  # the template rewrites turns, and not all sequences fit
+    "drop": Outcome.PARTLY_DROPPED,  # the template rewrites turns, and some sequences do not fit
 }
 
 
 def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> EncodedRecord:
-    """Encode a record; with `data.overflow=turns`, only what fits whole, `too_long` being the rest.
+    """Encode a record; with `data.overflow=turns` only its whole turns that fit.
 
-    A text stays as long as it is.
+    A text keeps its length. `too_long` then has the sequences of the whole record.
 
     Raises:
         RecordError, UserError: as `ChatEncoder.encode`.

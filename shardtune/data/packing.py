@@ -19,7 +19,7 @@ def best_fit(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, int]:
     counts = np.bincount(lengths, minlength=max_length + 1)
     row_of = np.empty(len(lengths), np.int32)
     rows_by_space: list[list[np.ndarray]] = [[] for _ in range(max_length + 1)]
-    has_rows = 0  # bit s: some row has s tokens of space left
+    has_rows = 0  # bit s is set if a row has s tokens of space left
     begin = n_rows = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
         end = begin + int(counts[length])

@@ -1,7 +1,6 @@
 """Files of records, of each kind and compression, as chunks of records.
 
-A form in which no record of a file can be read is recognised once, as a FileError in place of the
-rest.
+A file in a form that cannot be read gives one FileError in place of its records.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class RecordChunk:
     `rows`: JSON texts, or an Arrow table of the read columns; one FileError if the file cannot be
     read from here on. `numbers`: the line (`.jsonl`, `.csv`) or index of each row in the file.
     `n_bytes`: the part of the file that they take. `first_record`: the index of the first row in
-    the set `set_name`, of whose sources `source` is the index. `loss_on`, `template_options`:
-    those of the source, if it has its own.
+    the set `set_name`, with `source`, the index of its source in that set. `loss_on`,
+    `template_options`: those of the source, if it has its own.
     """
 
     file: str
@@ -73,7 +72,7 @@ class RecordChunk:
 
     @property
     def text_bytes(self) -> int:
-        """What the rows take in memory: a file may be compressed."""
+        """The bytes of the rows in memory: their file may be compressed."""
         if isinstance(self.rows, pyarrow.Table):
             return int(self.rows.nbytes)
         return sum(_n_bytes((0, row)) for row in self.rows)
@@ -165,7 +164,7 @@ def _table_chunks(
 
 
 def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> FileError | None:
-    """Return why no record of a table with this schema has a form of ours, or None."""
+    """Return why a table with these columns has no form of records, or None."""
     ours = {name: field for field, name in columns.items() if name and "." not in field}
     ignored = {field for field, name in columns.items() if name is None}
     example = {ours.get(each.name, each.name): _example(each.type) for each in schema}
@@ -177,7 +176,7 @@ def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> 
 
 
 def _example(kind: pyarrow.DataType) -> Any:
-    """Return a value of a column's type. It has only the parts by which forms differ."""
+    """Return an example of a column's type, with only the parts that tell forms apart."""
     if any(is_kind(kind) for is_kind in _STRINGS):
         return ""
     if any(is_kind(kind) for is_kind in _LISTS):
@@ -204,7 +203,7 @@ def _parquet_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[R
 
 
 def n_rows(file: Path) -> int | None:
-    """Return the number of records of a table; None for other files, and one that is broken."""
+    """Return the number of records of a table, or None for a broken table and other files."""
     if kind_of(file.name) == ".parquet":
         with contextlib.suppress(OSError, pyarrow.ArrowException):
             return int(pyarrow.parquet.read_metadata(file).num_rows)
@@ -286,7 +285,7 @@ def _lines(content: Iterable[bytes]) -> Iterator[Text]:
 
 
 def _whole_file_problem(first: bytes) -> FileError | None:
-    """Return why no line of a file with this first one is a record; None if lines may be."""
+    """Return why no line of a file is a record, judged by its first line; None if lines may be."""
     value = _parse_json(first)
     if isinstance(value, list) and not has_turns(value):
         return FileError("one JSON array holds the records - name the file .json")
@@ -364,7 +363,7 @@ def _parse_json(text: bytes) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop the keys that hold None: Arrow gives every struct of a column the keys of all."""
+    """Drop keys with None: Arrow gives each struct of a column the keys of all its structs."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

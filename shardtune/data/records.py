@@ -22,21 +22,21 @@ _BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs", *_SYSTEM)
 _FORMS = {
     ("messages",): _BESIDE_TURNS,
     ("conversations",): _BESIDE_TURNS,
-    ("prompt", "completion"): _BESIDE_TURNS,  # where either has messages
+    ("prompt", "completion"): _BESIDE_TURNS,  # if a prompt or a completion has messages
     ("instruction", "output"): ("input", "history", *_BESIDE_TURNS),
     ("text",): (),
     ("input_ids",): BESIDE_TOKENS,
 }
 # Other names of loss_mask.
 _TOKEN_MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
-# What says whether an answer is a good one, where data has both (KTO).
+# Marks of good answers in data that also has bad ones (KTO).
 _LABELS = ("label", "kto_tag")
 _GOOD = ("true", "1", "1.0")
 _FOREIGN_FORMS = {
     ("conversations",): "ShareGPT: conversations of from and value",
     ("instruction", "output"): "Alpaca: instruction, input and output",
 }
-# What other data calls a question and its answer, and the fields that data.columns maps them to.
+# Names of questions and answers in other data: a refusal proposes data.columns for them.
 _QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
 _ANSWERS = ("answer", "response", "solution", "completion", "output")
 _SPEAKERS = {"role", "from", "sender", "author", "speaker"}  # fields of turns, not of records
@@ -235,7 +235,7 @@ def _put_before(system: str, messages: list[Message], name: str) -> None:
 
 
 def _refuse_unread(form: Sequence[str], present: Mapping[str, Any], used: set[str]) -> None:
-    """Raise RecordError where a field holds what other tools would read, and nothing here does."""
+    """Raise RecordError for a field that other tools read and this one does not."""
     read_elsewhere = ("history", "tools", "functions", "loss_mask", *_SYSTEM)
     lost = [
         name
@@ -312,7 +312,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _columns_for(present: Mapping[str, Any]) -> str:
-    """Return the remedy for a record without a form of ours: how to read it, or an empty text."""
+    """Return how data.columns could read a record of an unknown form, or an empty text."""
     turns = [name for name, value in present.items() if has_turns(value)]
     texts = [name for name, value in present.items() if isinstance(value, str)]
     if "chosen" in present and "rejected" in present:  # pairs of preferences

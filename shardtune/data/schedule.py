@@ -71,8 +71,8 @@ def rows_of_rank(
     totals = np.zeros(ranks, np.int64)
     micro_batches = []
     for begin in range(0, len(costs), rows_at_once):
-        # Rows of one micro-batch on all ranks, dearest first: each goes to the share that costs
-        # least so far, no share getting two in a round.
+        # Rows of one micro-batch, dearest first: in each round every share gets one row, the
+        # cheapest share first.
         shares: list[list[int]] = [[] for _ in range(ranks)]
         share_costs = np.zeros(ranks, np.int64)
         for first in range(begin, min(begin + rows_at_once, len(costs)), ranks):
@@ -81,7 +81,7 @@ def rows_of_rank(
             share_costs[lightest] += costs[chosen]
             for share, row in zip(lightest.tolist(), chosen.tolist(), strict=True):
                 shares[share].append(row)
-        # Then the rank that has the least of the step gets the dearest share.
+        # Then the rank with the least cost in this step gets the dearest share.
         heaviest_shares = np.argsort(-share_costs, kind="stable")
         idlest_ranks = np.argsort(totals, kind="stable")
         totals[idlest_ranks] += share_costs[heaviest_shares]
@@ -128,9 +128,9 @@ class Step:
 class Schedule:
     """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
 
-    Each has `rows_per_step` rows but the last of an epoch. Steps before `start` count as they were
-    taken, even with other `rows_per_step`. `weights`: the passes per epoch of each source; an epoch
-    in which no source gives a record is skipped.
+    Each step has `rows_per_step` rows, the last one of an epoch perhaps fewer. Steps before `start`
+    count as they were taken, even with another `rows_per_step`. `weights`: the passes per epoch of
+    each source; an epoch in which no source gives a record is skipped.
     """
 
     dataset: TokenDataset
@@ -191,7 +191,7 @@ class Schedule:
         return float(self.sum_by_source(self.dataset.begins_record).sum() / self.rows_per_epoch)
 
     def sum_by_source(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the first epoch `values`, one for each sequence of the dataset.
+        """Sum `values`, one per sequence of the dataset, over the first epoch by source.
 
         Returns:
             int64 [sources].

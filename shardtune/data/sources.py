@@ -37,11 +37,10 @@ _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, and of a Datas
 class Source:
     """The files that `spec`, the value of `key`, names: here, or in the cache of the hub.
 
-    `files`: sorted by name. `ignored`: the other names in the directory; of hidden ones those that
-    look like files of records. `dataset`:
-    a dataset of the hub or one that was saved, in these files. `loss_on`: in place of
-    `data.loss_on`. `max_records`: only so many are read. `columns`: `data.columns`.
-    `template_options`: over those of `data`.
+    `files`: sorted by name. `ignored`: the other names in the directory; among hidden files only
+    those that look like records. `dataset`: a dataset of the hub or one that was saved, in these
+    files. `loss_on`: in place of `data.loss_on`. `max_records`: only so many are read. `columns`:
+    `data.columns`. `template_options`: over those of `data`.
     """
 
     key: str
@@ -68,14 +67,14 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
     def n_records(self) -> int | None:
-        """Return the number of its records, which only tables tell beforehand."""
+        """Return the number of records, or None: only tables tell it beforehand."""
         if self.dataset is not None:
             return len(self.dataset)
         counts = [n_rows(file) for file in self.files]
         return None if None in counts else sum(n or 0 for n in counts)
 
     def lines(self, n_read: int, with_records: Collection[str]) -> list[str]:
-        """Return what was read of a directory: nothing is left out or joined silently.
+        """Return lines on the files of a directory that were read, joined or left out.
 
         `n_read`: how many records; `with_records`: the files that had any.
         """
@@ -234,7 +233,7 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
 
 
 def reading_progress(sources: Iterable[Source], n_read: int, n_bytes: int) -> str:
-    """Return how many records are read, of how many: where files do not tell, by their bytes."""
+    """Return a text like "10 of about 200 records", estimated by bytes unless files say it."""
     total, about = 0, ""
     for source in sources:
         if (n_records := source.n_records()) is None:

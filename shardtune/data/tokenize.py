@@ -29,7 +29,7 @@ from shardtune.data.records import fields_of_turns, media_tag, read_record
 from shardtune.data.token_rows import require_one_document
 from shardtune.distributed.signals import die_with_parent
 
-_SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
+_SINGLE_PROCESS_S = 5.0  # about as long as the workers take to start
 _CHUNKS_PER_WORKER = 4
 
 
@@ -38,7 +38,7 @@ class SetChunk:
     """The sequences of one chunk that belong to one set.
 
     `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
-    of each. `n_records`: how many records they are of, the untrained and the dropped ones counted.
+    of each. `n_records`: the number of their records, with untrained and dropped ones.
     `first_records`: the index of the first record of each of `outcomes`. `hashes`: those of the
     records that have a sequence.
     """
@@ -151,7 +151,7 @@ class ChunkTokenizer:
 
 
 def unread_outcome(field: str) -> Outcome:
-    """Return how a field that nothing reads is counted."""
+    """Return the outcome by which an unread field is counted."""
     return Outcome.UNREAD_MEDIA if is_media(field) else Outcome.UNREAD_FIELD
 
 
@@ -177,7 +177,7 @@ def tokenize_chunks(
     with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokenizer, os.getpid())) as pool:
         try:
             for following in itertools.chain([chunk], chunks):
-                # Any submit may start a worker, which never gets SIGINT: this process ends it.
+                # Any submit may start a worker. It must ignore SIGINT, since this process ends it.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 pending.append(pool.submit(_tokenize_in_worker, following))
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,6 +1,6 @@
 """The turns of a conversation, as ours, ShareGPT's and other tools write them, read as messages.
 
-Whether a turn is trained has many names. A call has several forms, which become one here.
+The mark of a trained turn has many names, and a call several forms; here each becomes one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "tool_response"), "tool"),
     **{role: role for role in (*_CALLS, "developer")},
 }
-# Templates may have more roles than these, whose turns are context: a misspelt one is lost there.
+# Turns of other roles are context. A misspelt role would silently become one.
 MISNAMED_ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant"),
@@ -75,7 +75,7 @@ def read_turns(name: str, turns: Any, roles: Mapping[str, str]) -> tuple[list[Me
         _read_message(where, message)
         if role in _CALLS and messages and messages[-1]["role"] == "assistant":
             messages[-1] = _joined(where, messages[-1], message)
-        else:  # with its nulls: they are in the hash that holds a record out
+        else:  # with its nulls, which are part of the hash that holds a record out
             nulls = {} if is_sharegpt else {key: None for key in turn if turn[key] is None}
             messages.append(nulls | message)
     return messages, notes
@@ -115,7 +115,7 @@ def _role(where: str, role: Any, roles: Mapping[str, str]) -> str:
 
 
 def _is_an_edit(a: str, b: str) -> bool:
-    """Whether two words differ in one letter: more, less, another one, or two swapped ones."""
+    """Whether two words differ by one letter added, dropped or replaced, or by two swapped."""
     while a and b and a[0] == b[0]:
         a, b = a[1:], b[1:]
     while a and b and a[-1] == b[-1]:
