@@ -11,7 +11,7 @@ __all__ = ["UserError", "plan", "read_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: a plan needs torch, and most modules of this package do not."""
+    """Import lazily: a plan needs torch, and most modules of this package do not."""
     if name in __all__:
         from shardtune import api
 

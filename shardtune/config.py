@@ -38,7 +38,7 @@ Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], Field(strict=False)
 Steps = Annotated[tuple[Count, Count], Field(strict=False)]
 Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
 LossOn = Literal["assistant", "last", "all"]
-# The names stand in lines of the log: `Step.*Loss` must find the lines of steps alone.
+# The log has these names in lines of their own, and `Step.*Loss` must not match them.
 EvalName = Annotated[str, Field(pattern=r"^(?!.*Step)[\w.-]+$")]
 
 
@@ -51,7 +51,7 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        regex_engine="python-re",  # the other one does not look ahead
+        regex_engine="python-re",  # pydantic's default engine has no lookahead
     )
 
 
@@ -380,7 +380,7 @@ class Config(Section):
     export: ExportConfig = ExportConfig()
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
-    # Where each `section.key` came from: default, file, environment or command line.
+    # The origin of each `section.key`: default, file, environment or command line.
     origins: SkipJsonSchema[dict[str, str]] = Field(default={}, exclude=True, repr=False)
 
 

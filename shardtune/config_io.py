@@ -1,6 +1,6 @@
 """Read configurations from YAML, environment and command line; write and compare them.
 
-This module does not import torch, so that a command line is refused before that takes its seconds.
+This module does not import torch, which takes seconds: a wrong command line is refused at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BOUNDS |= {"exclusiveMaximum": "below", "maximum": "at most"}
 
 
 class _NotAllowed(yaml.MarkedYAMLError):
-    """YAML that could be read and is not allowed here."""
+    """Valid YAML that a configuration may not have."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -159,7 +159,7 @@ def load_config(
 
 
 def remarks(config: Config) -> list[str]:
-    """Return a line for each value, other than the default, that another setting switches off."""
+    """Return a line for each value that was set, and that another setting switches off."""
     data = config.data
     has_eval_data = data.eval is not None or data.eval_fraction > 0
     no_lora = config.lora.rank is None and "lora.rank is null, so every weight is trained"
@@ -193,15 +193,15 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
-    """Return section.key -> value of all keys but those in which nodes may differ.
+    """Return section.key -> value, without the keys that may differ between nodes.
 
-    The values of node 0 hold for these.
+    Node 0 decides those.
     """
     return {key: v for key, v in _flat(to_dict(config)).items() if key not in _OF_A_NODE}
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write a file for `load_config`, and the origin of every value: behind it, and as data."""
+    """Write a file for `load_config`, with the origin of every value as comments and as data."""
     lines = []
     for section, values in to_dict(config).items():
         lines.append(f"{section}:")
@@ -214,7 +214,7 @@ def write_config(config: Config, path: Path) -> None:
 def read_written(path: Path) -> dict[str, tuple[Any, str]]:
     """Return each key of a file of `write_config` with its value and its origin.
 
-    An earlier version wrote no origins for programs; they are empty then.
+    Origins are empty in a file of an earlier version, which wrote them as comments alone.
 
     Raises:
         UserError: the file cannot be read.
@@ -232,7 +232,7 @@ def changed_keys(
 ) -> list[tuple[str, Any, Any]]:
     """Compare a configuration that `to_dict` returned with the current one.
 
-    A key that `saved` lacks had its default; a key that is not known any more is None now.
+    A key that `saved` lacks had its default. A key that this version does not know is None now.
 
     Returns:
         Each difference as (section.key, saved value, current value).
@@ -260,7 +260,7 @@ def _inner_problems(key: str, errors: Iterable[ErrorDetails], origin: str) -> It
     """Yield the problems inside a list of sources or a mapping of columns, in pydantic's words."""
     names = {"data.train": TrainSource.model_fields, "data.columns": RECORD_FIELDS}.get(key, ())
     for error in errors:
-        # A place that may hold several types has the type's name in the path of its errors.
+        # Where several types are allowed, pydantic adds the type's name to the path of an error.
         path = [part for part in error["loc"][2:] if not re.search(r"[\[(]", str(part))]
         if not path or not names:
             continue
@@ -278,7 +278,7 @@ def _inner_problems(key: str, errors: Iterable[ErrorDetails], origin: str) -> It
 
 
 def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield why sources, or columns, or an attention and shared rows, do not go together."""
+    """Yield contradictions within sources, within columns, and of attention and shared rows."""
     attention, context = values.get("model.attention", "auto"), values.get("parallel.context", 1)
     if attention != "auto" and context != 1:
         said = f"model.attention = {_to_yaml(attention)} ({origins['model.attention']})"
@@ -332,7 +332,7 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return section.key -> value; a section that holds no keys stays as it is."""
+    """Return section.key -> value; a section without keys stays as it is."""
     flat: dict[str, Any] = {}
     for section, values in sections.items():
         if section in SECTIONS and isinstance(values, dict | None):
@@ -368,7 +368,7 @@ def _no_assignment(argument: str) -> str:
 
 
 def _objection(text: str) -> str | None:
-    """Return what is not allowed in a YAML text, with the remedy."""
+    """Return the disallowed part of a YAML text, with the remedy."""
     try:
         yaml.load(text, _Loader)
     except _NotAllowed as error:
@@ -395,7 +395,7 @@ def _unknown(name: str, origin: str) -> str:
 
 
 def _nearest(name: str, known_names: Iterable[str]) -> tuple[str, float]:
-    """Return the name that is most like this one, as a whole or behind the dot, and how much."""
+    """Return the most similar name, compared as a whole or behind the dot, and its similarity."""
 
     def likeness(known: str) -> tuple[float, float]:
         pairs = (name.lower(), known), (name.lower().rpartition(".")[2], known.rpartition(".")[2])

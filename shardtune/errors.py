@@ -46,11 +46,11 @@ class DoesNotFit(UserError):
 
 
 class RunFailed(Ending, Exception):
-    """All ranks end the run for a cause that they share."""
+    """The run ends for a cause that all ranks share."""
 
 
 class Aborted(Ending, KeyboardInterrupt):
-    """This process ends at once without saving, and the run with it.
+    """Ends this process at once without saving, and so the run.
 
     `code` is 2 for a refusal, 75 where the same command goes on from a checkpoint, else 1.
     """

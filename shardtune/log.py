@@ -1,4 +1,4 @@
-"""Lines for people on standard output, from rank 0 or once a node; quiet libraries beside them."""
+"""Log lines on standard output, once a run or once a node; libraries stay quiet."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 VERSION = "0.1.0"  # of the program that writes them
-LOCK = ".lock"  # from the first start on, also after the run has ended
+LOCK = ".lock"  # exists from the first start on, also after the run
 METRICS = "metrics.jsonl"
 _FLOCK = "hhqqi"  # of Linux: l_type, l_whence, l_start, l_len, l_pid
 
