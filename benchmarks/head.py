@@ -1,5 +1,4 @@
-"""The peak memory of head and loss, forward and backward, for shardtune's loss head and plain
-logits.
+"""Measure the peak memory of head and loss, for shardtune's loss head and for plain logits.
 
 The model has one thin layer, in bfloat16, and every token is trained: its memory beyond the
 weights is the loss's. Each way has a process of its own, because freed memory is not returned at
@@ -8,10 +7,12 @@ once: python -m benchmarks.head naive|ours OUT.json TOKENS VOCABULARY
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import tempfile
+import threading
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from benchmarks.peak_memory import PeakMemory
 from benchmarks.sides import TOLERANCE, require_equal_losses, run_pinned
 from benchmarks.tables import section
-from distTest.workloads.batch import flat_batch
+from distTest.workloads.batch import batch_of
 from distTest.workloads.shapes import shape_of
 from shardtune.config_io import load_config
 from shardtune.distributed.exit_code import run
@@ -56,10 +56,30 @@ def measure(options: Namespace) -> dict[str, Any]:
         if run_pinned(command, out.with_suffix(".log")):
             peaks[way] = json.loads(out.read_text(encoding="utf-8"))
     if len(peaks) == 2:
-        # Both round the same logits to bfloat16, and go on in float32.
+        # Both sides round the same logits to bfloat16, and compute the loss in float32.
         ours, naive = ([peaks[way]["loss"]] for way in ("ours", "naive"))
         require_equal_losses(ours, naive, TOLERANCE["float32"])
     return peaks
+
+
+class PeakMemory:
+    """The most bytes of this process above those at the start, sampled at 200 Hz."""
+
+    def __enter__(self) -> PeakMemory:
+        ctypes.CDLL(None).malloc_trim(0)  # return the memory that earlier work freed
+        self._process, self._ended = psutil.Process(), threading.Event()
+        self._start, self.extra = self._process.memory_info().rss, 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.extra = max(self.extra, self._process.memory_info().rss - self._start)
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 def worker() -> None:
@@ -101,7 +121,7 @@ def _step(model: PreTrainedModel, way: str, tokens: int) -> float:
     """Run forward and backward over one row, all of it trained; return the loss of a token."""
     positions = torch.arange(tokens).view(1, -1)
     ids = positions * 7919 % model.config.vocab_size
-    batch = flat_batch([ids[0]])
+    batch = batch_of([ids[0]])
     with documents.of(batch):
         if way == "ours":
             loss = summed_loss(model, batch)
@@ -113,11 +133,11 @@ def _step(model: PreTrainedModel, way: str, tokens: int) -> float:
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
-    rest = {way: each["peak_bytes"] - each["gradient_bytes"] for way, each in figures.items()}
+    rest = {way: row["peak_bytes"] - row["gradient_bytes"] for way, row in figures.items()}
     rows = [
-        f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['width']} | "
-        f"{each['peak_bytes'] / 1e9:.3f} GB | {rest[way] / 1e9:.3f} GB |"
-        for way, each in figures.items()
+        f"| {way} | {row['tokens']} | {row['vocabulary']} | {row['width']} | "
+        f"{row['peak_bytes'] / 1e9:.3f} GB | {rest[way] / 1e9:.3f} GB |"
+        for way, row in figures.items()
     ]
     header = (
         "| | tokens | vocabulary | width | peak beyond weights | without the weight's gradient |"
@@ -125,7 +145,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
     shown = section("Memory of head and loss, forward and backward", header=header, rows=rows)
     if len(figures) == 2:
         share = figures["ours"]["peak_bytes"] / figures["naive"]["peak_bytes"]
-        losses = " and ".join(f"{each['loss']:.5f}" for each in figures.values())
+        losses = " and ".join(f"{row['loss']:.5f}" for row in figures.values())
         shown += [
             f"shardtune takes {share:.1%} of the naive peak, {rest['ours'] / rest['naive']:.1%} "
             "without the weight's gradient. On both sides that gradient, its sum in float32 and "

@@ -1,14 +1,13 @@
-"""What every causal architecture of transformers can do here, in docs/models.csv.
+"""Find out what every causal architecture of transformers can do here, for docs/models.csv.
 
-A tiny model of each is put to what a run asks before it starts: one process, float32, the CPU.
-Writes benchmarks/models.json and the tables of the page, about ten minutes on two cores.
+A tiny model of each passes the checks of a run before its start, in one process in float32 on the
+CPU. Writes benchmarks/models.json and the tables of the page, in ten minutes on two cores.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -27,13 +25,14 @@ from transformers.models.auto.modeling_auto import (
 
 from benchmarks.models_page import LENGTHS, RESULTS, Row, write_page
 from benchmarks.tiny import VOCABULARY, tiny_config
+from distTest.workloads.batch import batch_of
 from distTest.workloads.script import REPOSITORY
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.model_files import WholeModel
 from shardtune.checkpoint.train_state import model_kinds
+from shardtune.cluster.child import Child, Pipe, results
 from shardtune.config import Config
 from shardtune.config_io import load_config
-from shardtune.data.batch import Batch
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, first_line
 from shardtune.log import quiet_libraries
@@ -64,14 +63,14 @@ def add_options(parser: ArgumentParser) -> None:
 
 def main(options: Namespace) -> None:
     kinds = options.only or architectures()
-    found = {} if not options.only else json.loads(RESULTS.read_text("utf-8"))
+    rows = {} if not options.only else json.loads(RESULTS.read_text("utf-8"))
     quiet_libraries(is_main=False)
     torch.set_num_threads(1)
     with ThreadPoolExecutor(2) as pool:
         for kind, row in zip(kinds, pool.map(in_own_process, kinds), strict=True):
-            found[kind] = row
+            rows[kind] = row
             print(kind, json.dumps(row), flush=True)
-    ordered = {kind: found[kind] for kind in architectures()}
+    ordered = {kind: rows[kind] for kind in architectures()}
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     write_page()
 
@@ -82,27 +81,17 @@ def architectures() -> list[str]:
 
 
 def in_own_process(kind: str) -> Row:
-    """Look at an architecture in a fork of this process: it need not import anything."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
+    """Look at an architecture in a fork, which has all modules already."""
+    child = Child("its process", _send_row, kind)
+    (row,) = results([child], _SECONDS, lambda _: f"takes more than {_SECONDS} s")
+    return {"not built": row["problems"][0]} if "problems" in row else row
 
-    def work() -> None:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        sender.send_bytes(json.dumps(look_at(kind)).encode())
 
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    sender.close()
-    try:
-        if receiver.poll(_SECONDS):
-            return dict(json.loads(receiver.recv_bytes()))
-        return {"not built": f"takes more than {_SECONDS} s"}
-    except EOFError:
-        return {"not built": "its process ended"}
-    finally:
-        process.kill()
-        process.join()
+def _send_row(pipe: Pipe, kind: str) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    pipe.send(look_at(kind))
 
 
 def look_at(kind: str) -> Row:
@@ -186,7 +175,7 @@ def _config(folder: Path, *assignments: str) -> Config:
 
 
 def problem_of(work: Callable[[], Any]) -> str | None:
-    """Return the words with which the product refuses, or those of an error that it lets out."""
+    """Return the text of a refusal or of another error, or None."""
     try:
         work()
     except (UserError, NotCounted) as error:
@@ -226,16 +215,16 @@ def kinds_of_layers(text: PreTrainedConfig) -> list[str]:
 
 @torch.no_grad()
 def is_causal(model: PreTrainedModel) -> bool:
-    """Return whether the logits of tokens are the same whatever the last one is."""
+    """Return whether another last token leaves the logits of the tokens before it as they are."""
     ids = torch.arange(3, 15).view(1, -1)
     other = ids.clone()
     other[0, -1] += 50
-    a, b = (model.eval()(input_ids=each).logits[0, :-1] for each in (ids, other))
+    a, b = (model.eval()(input_ids=row).logits[0, :-1] for row in (ids, other))
     return bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5 * a.std().item()))
 
 
 def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
-    """Return how rows are, and how far loss and gradients are from a loop over documents."""
+    """Return the kind of rows, and how far loss and gradients are from a loop over documents."""
     model.train()
     row, trained = some_documents()
     expected = one_by_one(model, row, trained)
@@ -247,17 +236,15 @@ def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
     trial = LogitsTrial(model, Layout.of(config), _CPU)
     attention = decide_attention(trial, config.data.max_length)
     use_loss_head(model, _CPU)
-    make = flat_batch if attention.is_flat else padded_batch
-    batch = make(row, trained)
+    batch = batch_of(row, trained, attention.is_flat)
     with documents.of(batch):
         loss = summed_loss(model.train(), batch)
         loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    computed = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
-    differing = found.keys() ^ gradients.keys()
     differences = (
-        (found.get(n, torch.zeros(())) - gradients.get(n, torch.zeros(())))
-        for n in gradients.keys() | differing
+        computed.get(n, torch.zeros(())) - gradients.get(n, torch.zeros(()))
+        for n in gradients.keys() | computed.keys()
     )
     off = sum(float(d.double().square().sum()) for d in differences) ** 0.5
     return {
@@ -293,38 +280,3 @@ def one_by_one(
         losses = -logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         total = total + losses[flags[1:]].sum()
     return total
-
-
-def flat_batch(documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Batch:
-    positions = torch.cat([torch.arange(len(ids)) for ids in documents])
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return Batch(
-        torch.cat(list(documents)).view(1, -1),
-        positions.view(1, -1),
-        None,
-        *_targets(documents, trained, starts.tolist()),
-        list(LENGTHS),
-        starts.int(),
-    )
-
-
-def padded_batch(documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Batch:
-    longest = max(LENGTHS)
-    starts = [i * longest for i in range(len(documents))]
-    return Batch(
-        nn.utils.rnn.pad_sequence(list(documents), batch_first=True),
-        None,
-        torch.stack([(torch.arange(longest) < len(ids)).long() for ids in documents]),
-        *_targets(documents, trained, starts),
-        list(LENGTHS),
-        torch.tensor([0, *LENGTHS]).cumsum(0).int(),
-    )
-
-
-def _targets(
-    documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], starts: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    counted = [flags[1:].nonzero().flatten() for flags in trained]
-    places = [each + start for each, start in zip(counted, starts, strict=False)]
-    ids = [ids[each + 1] for ids, each in zip(documents, counted, strict=True)]
-    return torch.cat(places), torch.cat(ids)

@@ -1,4 +1,4 @@
-"""Documents in one packed row against each of them alone, by transformers' own attention."""
+"""Compare documents in a packed row with each alone, by transformers' own attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.gpu_check.exactness import error
-from distTest.workloads.batch import flat_batch
+from distTest.workloads.batch import batch_of
 from shardtune.model import documents
 from shardtune.model.documents.attention import DOCUMENT_ATTENTION
 from shardtune.model.loss import summed_loss, use_loss_head
@@ -23,14 +23,14 @@ EXPERTS = {"moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_pe
 EXPERTS |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 FAMILIES = {"llama": SMALL, "glm4_moe": SMALL | EXPERTS}
-# Of the loss and of all gradients together: equal sums in another order, or bfloat16's rounding,
-# which also sends some tokens to other experts. A document that sees another one changes gradients
-# by about as much as they are.
+# Errors of the loss and of all gradients together, from another order of sums, or from bfloat16,
+# which also sends some tokens to other experts. If a document saw another one, the gradients would
+# change by about their own size.
 _LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-3, 0.15)}
 
 
 def packing() -> Outcome:
-    """Loss and gradients of a packed row, for a dense model and one with experts."""
+    """Check loss and gradients of a packed row, for a dense model and one with experts."""
     problems, figures = list[str](), dict[str, Any]()
     for family in FAMILIES:
         for dtype, limits in _LIMITS.items():
@@ -61,7 +61,7 @@ def _errors(family: str, dtype: torch.dtype, tried: documents.Tried) -> tuple[fl
         alone += loss.detach()
     expected = _take_gradients(model)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
-    batch = flat_batch(ids).to(torch.device("cuda"))
+    batch = batch_of(ids).to(torch.device("cuda"))
     use_loss_head(model, torch.device("cuda"))
     with documents.of(batch, tried=tried):
         loss = summed_loss(model, batch)

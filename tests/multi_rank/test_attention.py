@@ -20,8 +20,9 @@ from helpers.tiny_models import small_opt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.models import flat_batch, one_by_one, some_documents
+from benchmarks.models import one_by_one, some_documents
 from benchmarks.models_page import LENGTHS
+from distTest.workloads.batch import batch_of
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.layout import Layout
@@ -93,7 +94,7 @@ def difference(
     """The choice that is logged, which logits exist at once, and how far loss and gradients are
     off."""
     row, trained = some_documents()
-    batch = flat_batch(row, trained)
+    batch = batch_of(row, trained)
     model.set_attn_implementation("eager")
     expected = one_by_one(model, row, trained)
     expected.backward()
