@@ -1,12 +1,11 @@
-"""The plot of the results: python -m benchmarks.plot RESULTS.json PLOT.png."""
+"""Draw the plot of the results."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
+
+from matplotlib.figure import Figure
 
 _OURS, _PEER = "#2a6f97", "#c8c8c8"
 _NAMES = {
@@ -18,44 +17,29 @@ _NAMES = {
 }
 
 
-def main() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    source, out = sys.argv[1:]
-    figure = draw_results(json.loads(Path(source).read_text(encoding="utf-8")))
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150)
-
-
-def draw_results(results: dict[str, Any]) -> Any:
+def draw_results(results: dict[str, Any]) -> Figure:
     """Return a panel for each mix of chats."""
-    import matplotlib.pyplot as plt
-
     shown = {
         name: part for name, part in results.items() if part["figures"] and name.split()[0] == "one"
     }
     columns = min(len(shown), 3)
     lines = -(-len(shown) // columns)
-    size = (4.6 * columns, 3.6 * lines)
-    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    panels = list(grid.flat)
+    figure = Figure(figsize=(4.6 * columns, 3.6 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in panels[len(shown) :]:
         axes.remove()
     for axes, part in zip(panels, shown.values(), strict=False):
         _bars(axes, part["figures"])
         axes.set_ylabel("trained tokens / s")
     machines = [part["measured_with"] for part in shown.values()]
-    described = dict.fromkeys(f"{each['CPU']}, {each['date']}" for each in machines)
+    described = dict.fromkeys(f"{machine['CPU']}, {machine['date']}" for machine in machines)
     figure.suptitle("; ".join(described), fontsize=9)
     return figure
 
 
 def _bars(axes: Any, figures: dict[str, Any]) -> None:
-    """Trained tokens per second, with the smallest and the largest, and the share of the matmul
-    rate above.
-    """
+    """Draw trained tokens per second, from smallest to largest, under their share of matmuls."""
+    axes.spines[["top", "right"]].set_visible(False)
     for place, (name, row) in enumerate(figures["rows"].items()):
         speeds = row["trained_tokens_per_s"]
         middle = median(speeds)
@@ -69,7 +53,3 @@ def _bars(axes: Any, figures: dict[str, Any]) -> None:
     counts = figures["counts"]
     title = f"One thread, {counts['dtype']}, {counts['mix']}\n(% of its matmul rate)"
     axes.set_title(title, fontsize=11)
-
-
-if __name__ == "__main__":
-    main()

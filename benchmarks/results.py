@@ -1,5 +1,4 @@
-"""shardtune against what people would use instead, on this machine's CPU; writes
-benchmarks/RESULTS.md and its plot.
+"""Compare shardtune with its peers on this machine's CPU; writes RESULTS.md and its plot.
 
 All sides train the same weights on the same chats. All of the chats are one optimizer step, so
 every side has the same global batch, however it orders and packs. At every step its loss must
@@ -21,13 +20,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.sides import FAILED, TOLERANCE, Unequal, run_pinned
+from benchmarks.plot import draw_results
+from benchmarks.sides import FAILED, TOLERANCE, Unequal
 from distTest.workloads.chats import MIXES
 from distTest.workloads.machine import commit, cpu, output_of, versions
 from distTest.workloads.script import REPOSITORY, absolute
 
-# Each is a module with `measure(options)` and `lines(figures)`. They are measured and shown in this
-# order; one with `variants(options)` once for each of these, which `measure` gets, too.
+# Modules with `measure(options)` and `lines(figures)`, in the order of the page. A module with
+# `variants(options)` is measured once for each variant, which `measure` gets, too.
 SECTIONS = ("one", "epoch", "cable", "head")
 _PLOTTED = "one"
 _PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
@@ -58,7 +58,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def default_dtypes() -> list[str]:
-    """Return bfloat16 too where the CPU multiplies it natively: elsewhere nobody would use it."""
+    """Return float32, and bfloat16 too if the CPU multiplies it natively."""
     return ["float32", "bfloat16"] if {"avx512_bf16", "amx_bf16"} & set(_native()) else ["float32"]
 
 
@@ -68,7 +68,7 @@ def _native() -> list[str]:
 
 
 def main(options: Namespace) -> None:
-    """Measure what the options ask for; other results stay as they are."""
+    """Measure the sections of the options; results of others stay as they are."""
     if not options.peers.exists():
         remedy = "run `make .venv/peers/.installed`, or name another with --peers"
         sys.exit(f"ERROR: {options.peers} does not exist - {remedy}")
@@ -96,8 +96,7 @@ def main(options: Namespace) -> None:
     plotted = [part for name, part in results.items() if _section(name) == _PLOTTED]
     if _PLOTTED in options.sections and any(part["figures"] for part in plotted):
         plot.unlink(missing_ok=True)
-        command = [options.peers, "-m", "benchmarks.plot", file, plot]
-        run_pinned(command, options.work / "plot.log")
+        draw_results(results).savefig(plot, dpi=150)
     text = report(results, plot.name if plot.exists() else None)
     options.results.write_text(text, encoding="utf-8")
     print(f"Written: {options.results}")
@@ -143,7 +142,7 @@ def report(results: dict[str, Any], plot: str | None) -> str:
             if part["figures"]:
                 title, *rest = _module(section).lines(part["figures"])
             lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
-            lines += [f"Failed: {each}.\n" for each in part["failed"]]
+            lines += [f"Failed: {failure}.\n" for failure in part["failed"]]
     described = [
         f"{number}. " + "; ".join(f"{key}: {value}" for key, value in run.items())
         for number, run in enumerate(runs, 1)
