@@ -1,1 +1,1 @@
-"""What a run left, for people: a page of curves, and a live view in a terminal."""
+"""Show people a run: a page of its curves, and a live view in a terminal."""

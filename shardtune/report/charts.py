@@ -1,4 +1,4 @@
-"""Which curves of runs are shown, and in which chart."""
+"""Choose the curves of runs, and the chart of each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ PHASE_NAMES = {"waiting": "waiting in collectives"}  # beside those of `Phase`
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: `y` over each axis, in steps, tokens and seconds.
-
-    `colour` and `dash` are numbers; equal ones look alike.
-    """
+    """A line: `y` over steps, tokens and seconds. `colour` and `dash` are numbers of styles."""
 
     label: str
     x: dict[str, FloatArray]
@@ -39,7 +36,7 @@ class Curve:
 
 
 class XAxis(NamedTuple):
-    """An axis that all charts share: its unit, the size of that, and where it ends, from 0 on."""
+    """An x axis of all charts: its unit, the size of the unit, and its end in units."""
 
     label: str
     size: float
@@ -48,7 +45,7 @@ class XAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure over several x axes. `levels` are horizontal lines, by their label."""
+    """One figure over several x axes. `levels`: horizontal lines by label."""
 
     name: str
     title: str
@@ -86,7 +83,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _x_axes(runs: Sequence[RunRecord]) -> dict[str, XAxis]:
-    """Choose for each axis the largest unit that some run has twice."""
+    """Choose for each axis the largest unit that fits twice into the longest run."""
     ends = [run.positions(np.array([float(run.last_step)])) for run in runs]
     x_axes = {}
     for name, sizes in _UNITS.items():
@@ -98,10 +95,7 @@ def _x_axes(runs: Sequence[RunRecord]) -> dict[str, XAxis]:
 
 
 def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatArray]:
-    """Return at most about `points` points: the lowest and the highest of each equal stretch.
-
-    So every spike is seen. Values that are not finite are left out.
-    """
+    """Keep about `points` finite points: the lowest and the highest of each stretch."""
     is_finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[is_finite], y[is_finite]
     if len(y) <= points:
@@ -115,7 +109,7 @@ def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatAr
 
 
 def smooth(y: FloatArray, width: int) -> FloatArray:
-    """Return the mean of the finite ones of the last `width` values, NaN where there is none."""
+    """Return running means of the finite values among the last `width`, NaN if none is finite."""
     sums, counts = np.nancumsum(y), np.cumsum(np.isfinite(y)).astype(float)
     for running in (sums, counts):
         running[width:] -= running[:-width].copy()
@@ -123,7 +117,7 @@ def smooth(y: FloatArray, width: int) -> FloatArray:
 
 
 def mean_width(steps: int) -> int:
-    """Return of how many steps the mean is shown beside each one; 0: they are few."""
+    """Return the number of steps in a shown running mean; 0 for a short run."""
     return max(10, steps // 50) if steps >= _SMOOTHED_FROM else 0
 
 
@@ -144,19 +138,18 @@ def _of_steps(
     scale: float = 1,
     kind: str = "step",
 ) -> Chart:
-    """Return the chart of a field of a kind; with many steps, faint and with its mean."""
+    """Chart a field of a kind; a long curve is faint, beside its running mean."""
     curves = []
     for number, run in enumerate(runs):
         x = run.positions(run.column(kind, "step"))
         y = run.column(kind, column) * scale
         width = mean_width(len(y))
-        label = _label(run, runs, "")
         if is_smoothed and width:
-            each = "" if len(runs) > 1 else "each step"
-            curves.append(Curve(each, x, y, number, is_faint=True))
-            mean = f"mean of {width} steps"
-            curves.append(Curve(_label(run, runs, mean), x, smooth(y, width), number))
+            curves.append(Curve("" if len(runs) > 1 else "each step", x, y, number, is_faint=True))
+            label = _label(run, runs, f"mean of {width} steps")
+            curves.append(Curve(label, x, smooth(y, width), number))
         else:
+            label = _label(run, runs, "")
             curves.append(Curve(label, x, y, number, has_markers=len(y) <= 40))
     return Chart(name, title, unit, note, curves, is_log)
 

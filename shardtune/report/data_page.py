@@ -60,7 +60,7 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class Span:
-    """Text of neighbouring tokens, with the reason why they are not trained, or none."""
+    """Text of neighbouring tokens, and why they are not trained (empty if they are)."""
 
     text: str
     reason: str = ""
@@ -70,7 +70,7 @@ class Span:
 class Conversation:
     """One record as the page shows it. `kinds`: the filters that it passes.
 
-    `record`: its index in data.train; of another set, behind the name of the set.
+    `record`: its index in data.train, or the name of another set and its index there.
     """
 
     record: str
@@ -90,8 +90,8 @@ def write_data_page(
         A sentence for each thing that happened to the data, as a run logs them.
 
     Raises:
-        UserError: a wrong configuration, no tokenizer, broken data, or the page cannot be written,
-            or would replace another file than a page.
+        UserError: the configuration or the data is wrong, the tokenizer is missing, or `out`
+            cannot be written or is not a page.
     """
     require_page(out)
     config = load_config(config_path, assignments, os.environ)
@@ -104,9 +104,8 @@ def write_data_page(
         chosen.setdefault(record, {"all"})
     conversations: list[Conversation] = []
     for name, sources in find_sources(config.data).items():
-        shown = _conversations(config, encoder, prepared, sources, name, chosen)
-        conversations += shown
-        chosen = {}  # of evaluation data the dropped records alone
+        conversations += _conversations(config, encoder, prepared, sources, name, chosen)
+        chosen = {}  # evaluation data shows its dropped records alone
     template = files(__package__).joinpath("data_page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True)
     html = environment.from_string(template).render(
@@ -115,7 +114,7 @@ def write_data_page(
         colours=COLOURS,
         histograms=_histograms(prepared, config),
         filters=FILTERS,
-        counts=Counter(kind for each in conversations for kind in each.kinds),
+        counts=Counter(kind for shown in conversations for kind in shown.kinds),
         conversations=conversations,
     )
     try:
@@ -128,7 +127,7 @@ def write_data_page(
 
 
 def _choose(train: TokenDataset, n_first: int) -> dict[int, set[str]]:
-    """Return the records to show, by their index, and why: the first ones and the extremes."""
+    """Return the indexes of the first and the extreme records, and the filters of each."""
     chosen: dict[int, set[str]] = {i: {"all"} for i in range(n_first)}
     first = np.flatnonzero(train.begins_record)
     longest = np.maximum.reduceat(train.lengths, first)
@@ -148,13 +147,13 @@ def _conversations(
     set_name: str,
     chosen: dict[int, set[str]],
 ) -> Iterator[Conversation]:
-    """Yield the chosen records of a set, and its first dropped ones wherever they stand."""
+    """Yield the chosen records of a set, and its first dropped records."""
     data, last = config.data, max(chosen, default=-1)
     tokenizer = ChunkTokenizer(encoder, data)
     sets = [prepared.sets[set_name]]
     if data.eval is None and data.eval_fraction:
-        sets.append(prepared.sets["eval"])  # numbered as the records of data.train
-    n_dropped = _EXTREMES  # still to find
+        sets.append(prepared.sets["eval"])  # its records keep their numbers in data.train
+    n_dropped = _EXTREMES  # dropped records still to find
     for chunk in read_records({set_name: sources}):
         if chunk.first_record > last and n_dropped <= 0:
             return
@@ -194,11 +193,11 @@ def _written(chunk: RecordChunk, i: int) -> str:
 
 
 def _without_sequence(indexes: range, sets: list[TokenDataset]) -> set[int]:
-    """Return the indexes of the records among these that have no sequence in any of the sets."""
+    """Return the `indexes` of records without a sequence in any of the sets."""
     missing = set(indexes)
-    for each in sets:
-        begin, end = np.searchsorted(each.record, (indexes.start, indexes.stop))
-        missing.difference_update(each.record[begin:end].tolist())
+    for dataset in sets:
+        begin, end = np.searchsorted(dataset.record, (indexes.start, indexes.stop))
+        missing.difference_update(dataset.record[begin:end].tolist())
     return missing
 
 
@@ -247,7 +246,7 @@ def _title(index: int, counted: SetChunk) -> str:
 def _pieces(
     encoded: EncodedRecord, data: DataConfig
 ) -> Iterator[tuple[EncodedSequence, list[int]]]:
-    """Yield what is kept of each sequence, with its turns, and the tokens cut off behind it."""
+    """Yield each kept part of a sequence with its turns, and the tokens cut off after it."""
     for sequence in encoded.sequences:
         for part, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
             turns = [
@@ -258,7 +257,7 @@ def _pieces(
             if data.overflow == "truncate":
                 rest = sequence.input_ids[part.stop :]
             elif len(encoded.sequences) == len(encoded.too_long) == 1:
-                # A template may write the last turn otherwise than the same one further up.
+                # A template may write a turn otherwise where it is the last one.
                 whole = encoded.too_long[0].input_ids
                 rest = whole[sum(itertools.takewhile(bool, map(eq, ids, whole))) :]
             yield replace(sequence, input_ids=ids, trained=trained.tolist(), turns=turns), rest
@@ -272,7 +271,7 @@ def _span(encoder: ChatEncoder, ids: list[int], reason: str) -> list[Span]:
 def _spans(
     sequence: EncodedSequence, record: dict[str, Any], encoder: ChatEncoder, is_one_of_many: bool
 ) -> list[Span]:
-    """Return the text of each run of tokens that are trained, or are not for one reason."""
+    """Split the text where trained tokens begin or end, with the reasons of the untrained parts."""
     spans: list[Span] = []
     begin = 0
     for is_trained, run in itertools.groupby(sequence.trained):
@@ -341,13 +340,12 @@ def _message_reason(
 
 
 def _histograms(prepared: PreparedData, config: Config) -> list[str]:
-    """Return the spread of lengths and of trained shares, and how full the rows are, as SVG."""
+    """Draw histograms of lengths, trained shares and the fill of rows, as SVG."""
     train, limit = prepared.train, config.data.max_length
-    rows = np.arange(len(train)), len(train)
     if config.data.packing:
-        rows = best_fit(train.lengths, limit)
+        row_of_sequence, n_rows = best_fit(train.lengths, limit)
         order = np.argsort(-train.lengths, kind="stable")
-        filled = np.bincount(rows[0], train.lengths[order], rows[1])
+        filled = np.bincount(row_of_sequence, train.lengths[order], n_rows)
     else:
         filled = train.lengths
     share = 100 * train.trained_counts / train.lengths

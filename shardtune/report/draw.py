@@ -28,7 +28,7 @@ COLOURS = [
     ("#a87400", "#e69f00"),
     ("#5b5b5b", "#bdbdbd"),
 ]
-# More entries of a legend than these would lie on the curves.
+# A legend with more entries would cover the curves, so it stands below the chart.
 _MOST_INSIDE = 4
 _LONGEST_IN_TWO = 20  # characters of a label, for two columns below the chart
 _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
@@ -67,7 +67,7 @@ def svg(chart: Chart, axis: str) -> str:
 
 
 def histogram_svg(values: npt.ArrayLike, title: str, unit: str, limit: float) -> str:
-    """Return how many of `values`, [n], lie in each twentieth of 0 to `limit`."""
+    """Draw a histogram of `values`, [n], with twenty bars from 0 to `limit`."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
         figure = Figure(figsize=(3.6, 2.2), layout="constrained")
         axes = figure.add_subplot()
@@ -79,7 +79,7 @@ def histogram_svg(values: npt.ArrayLike, title: str, unit: str, limit: float) ->
 
 
 def _themed_svg(figure: Figure, title: str) -> str:
-    """Return the figure without a size of its own, in the colours of the page's theme."""
+    """Return the figure as SVG that takes its size and its colours from the page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
@@ -97,7 +97,7 @@ def _themed_svg(figure: Figure, title: str) -> str:
 
 
 def write_png(chart: Chart, path: Path) -> None:
-    """Write the chart over the steps.
+    """Draw the chart over steps.
 
     Raises:
         OSError: the file cannot be written.
@@ -152,7 +152,7 @@ def _draw(axes: Axes, chart: Chart, axis: str) -> None:
 
 
 def _shown(label: str) -> str:
-    """Return a label that matplotlib does not leave out, as it does where one begins with `_`."""
+    """Put a space before a label that begins with `_`, which matplotlib would leave out."""
     return f" {label}" if label.startswith("_") else label
 
 
@@ -165,7 +165,7 @@ def _finish(axes: Axes, chart: Chart, axis: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis == "step"))
     values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in chart.curves])
     spread = values.max() / values.min() if values.min() > 0 else 1
-    if chart.is_log and spread > 5:  # less holds no two of 1, 2, 5, 10
+    if chart.is_log and spread > 5:  # a narrower axis has less than two of the ticks 1, 2, 5, 10
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if spread < 100 else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")

@@ -35,8 +35,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     """Write the page to `out`, and a PNG of each chart into the folder beside it.
 
     Returns:
-        A sentence for each thing that the reader should know of: lines that could not be read,
-        models that differ, no step yet.
+        Notes for the reader: lines that could not be read, models that differ, no step yet.
 
     Raises:
         OSError: a file cannot be written.

@@ -25,14 +25,14 @@ FloatArray = npt.NDArray[np.float64]
 
 @with_config(ConfigDict(extra="allow"))
 class _Object(TypedDict):
-    """What every object has; it may be of a kind that is not known here."""
+    """The fields of every object, of a kind that may be unknown."""
 
     kind: str
     step: Count
 
 
 _OBJECT = TypeAdapter(_Object)
-# Each field alone: an older run lacks some, and a newer one has others.
+# Fields are checked one by one: an older run lacks some, and a newer one has others.
 _FIELDS = {
     kind: {name: TypeAdapter(type_) for name, type_ in fields_of(kind).items()} for kind in KINDS
 }
@@ -115,7 +115,7 @@ def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
-        UserError: it has no `metrics.jsonl` that can be read, or it has not one object of a run.
+        UserError: `metrics.jsonl` cannot be read, or has no object of a run.
     """
     file = path / METRICS
     try:
@@ -140,31 +140,28 @@ def read_run(path: Path) -> RunRecord:
         ended = is_locked(path) is False
         remedy = "name another run" if ended else "wait for the first step, or name another run"
         raise UserError(f"{file}: {content} - {remedy}")
-    for of_kind in entries.values():
-        of_kind.sort(key=lambda entry: entry["step"])  # a save is written some steps later
+    for objects in entries.values():
+        objects.sort(key=lambda entry: entry["step"])  # a save is written some steps later
     settings = read_settings(path)
     return RunRecord(path, path.resolve().name, entries, settings, unread, is_locked(path))
 
 
 def before_first_step(is_alive: bool) -> str:
-    """Return what a run without any number is, and what to do."""
+    """Return the state of a run without metrics, and what to do."""
     if is_alive:
         return f"{LOADS} - wait for its first step"
     return f"{ENDED_EARLY} - the ERROR: line of its log says why"
 
 
 def read_entry(line: bytes | str) -> Entry | None:
-    """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line.
-
-    Fields that its kind has not are kept as they are.
-    """
+    """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line."""
     try:
         entry: Entry = dict(_OBJECT.validate_json(line))
         fields = _FIELDS.get(entry["kind"], {})
         known = {
             name: fields[name].validate_python(entry[name]) for name in fields.keys() & entry.keys()
         }
-        return entry | known
+        return entry | known  # unknown fields stay as they are
     except ValidationError:
         return None
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_page(out: Path) -> None:
-    """Raise UserError where another file than a page is in the way."""
+    """Raise UserError if `out` is a file that is not a page."""
     if out.is_file() and out.stat().st_size:
         with out.open("rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):

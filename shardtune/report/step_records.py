@@ -38,7 +38,7 @@ _NEEDED = (*_ROW_FIELDS, "epoch", "row", "date", "data_key")
 class Division:
     """How a start of a run divides the rows of its steps, and where it begins.
 
-    `words`: what it is of. `key`: the digest of its data, or None where there is no run.
+    `words`: names the start. `key`: the digest of the run's data; None without a run.
     """
 
     words: str
@@ -53,12 +53,12 @@ class Division:
 
 
 class ShownSequence(NamedTuple):
-    """One sequence of a step, and which data rank trains it in which micro-batch and row."""
+    """A sequence of a step, and the data rank, micro-batch and row that train it."""
 
     data_rank: int
     micro_batch: int
     row: int
-    sequence: int
+    number: int  # of the sequence
 
 
 def show_step(
@@ -82,8 +82,8 @@ def show_step(
         )
     step = _find_step(config, prepared, division, number)
     train, shown = prepared.train, list(_sequences_of(step, division))
-    records = list(dict.fromkeys(int(train.record[each.sequence]) for each in shown))[:n_records]
-    shown = [each for each in shown if train.record[each.sequence] in records]
+    records = list(dict.fromkeys(int(train.record[s.number]) for s in shown))[:n_records]
+    shown = [sequence for sequence in shown if train.record[sequence.number] in records]
     places = places_of(config.data, set(records))
     n_records_in_step = len({*train.record[step.rows.members].tolist()})
     print(
@@ -93,31 +93,32 @@ def show_step(
         f"Trained tokens: {step.trained_tokens}",
         file=sys.stderr if as_json else sys.stdout,
     )
-    for each in shown:
-        tokens, trained = (column.tolist() for column in train[each.sequence])
-        record = int(train.record[each.sequence])
+    for sequence in shown:
+        tokens, trained = (column.tolist() for column in train[sequence.number])
+        record = int(train.record[sequence.number])
         if as_json:
             position = {
                 "step": number,
-                "data_rank": each.data_rank,
-                "micro_batch": each.micro_batch,
-                "row": each.row,
+                "data_rank": sequence.data_rank,
+                "micro_batch": sequence.micro_batch,
+                "row": sequence.row,
             }
             content = {"record": record, "input_ids": tokens, "trained": trained}
             print(json.dumps(position | content | {"place": places[record]}))
         else:
             print(
-                f"\nData rank {each.data_rank}, micro-batch {each.micro_batch}, row {each.row}: "
-                f"record {record} of {places[record]}: {len(tokens)} tokens, {sum(trained)} trained"
+                f"\nData rank {sequence.data_rank}, micro-batch {sequence.micro_batch}, row "
+                f"{sequence.row}: record {record} of {places[record]}: {len(tokens)} tokens, "
+                f"{sum(trained)} trained"
             )
             print(picture(encoder.tokenizer, tokens, trained))
 
 
 def _division_of(config: Config, number: int) -> Division:
-    """Return the division of the start that was in force at a step, or of one rank without a run.
+    """Return how the run divides the rows of a step; without a run, how one data rank would.
 
     Raises:
-        UserError: the run's directory cannot be read, or the step is none of its.
+        UserError: the run's directory cannot be read, or the run has no such step.
     """
     directory, layout = Path(config.run.dir), Layout.of(config)
     run = read_run(directory) if (directory / METRICS).exists() else None
@@ -164,7 +165,7 @@ def _division_of(config: Config, number: int) -> Division:
 
 
 def _require_same_order(config: Config, written: Path) -> None:
-    """Refuse another order of the data than the run has; the digest of its tokens has no order."""
+    """Refuse settings that change the order of the data, which the digest does not show."""
     settings, current = read_written(written) if written.exists() else {}, shared_settings(config)
     problems = [
         f"{key} is {bare(current[key])}, and {bare(settings[key][0])} in the run - "
@@ -177,7 +178,8 @@ def _require_same_order(config: Config, written: Path) -> None:
 
 
 def _find_step(config: Config, prepared: PreparedData, division: Division, number: int) -> Step:
-    """Return the step with this number; the schedule of a run may have had other epochs."""
+    """Return the step with this number."""
+    # A run may have had other epochs than the configuration has now, so its schedule has no end.
     is_of_run = division.last_step is not None
     schedule = Schedule(
         prepared.train,

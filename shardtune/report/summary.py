@@ -1,4 +1,4 @@
-"""What sums up a run: the card at the top of its page, and the rows of `shardtune watch`."""
+"""Sum up a run: the card at the top of its page, and the rows of `shardtune watch`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shardtune.report.read_run import ENDED_EARLY, LOADS, Entry, RunRecord
 from shardtune.units import gb
 
 _RANKS = {"cuda": "GPU", "cpu": "CPU process"}
-_EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # as they are without any
+_EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # values without evaluation data
 NO_MFU = "MFU (the peak of this device is not known)"
 _OF_CONFIG = ("model", "data", "batch")  # figures that config.yaml gives
 NOT_WRITTEN = "(not written by its version)"
 
 
 def card(run: RunRecord) -> str:
-    """Return a run's figures as text that stands in a message of any width."""
+    """Return a run's figures as lines of text, to paste into a message."""
     lines = [f"{name}: {figure}" for name, figure in figures(run).items()]
     return "\n".join([f"shardtune run {run.name}", *lines])
 
 
 def figures(run: RunRecord) -> dict[str, str]:
-    """Return each figure as text; where there is none, the reason in brackets."""
+    """Return each figure as text, or in brackets why there is none."""
     setting = {key: value for key, (value, _) in run.settings.items()}
     shown = {
         "model": _model(setting),
@@ -50,7 +50,7 @@ def figures(run: RunRecord) -> dict[str, str]:
 
 
 def no_step(run: RunRecord) -> str:
-    """Return the reason for which a run has no step."""
+    """Return why a run has no step."""
     return ENDED_EARLY if run.is_locked is False else "no step has ended yet"
 
 
@@ -84,8 +84,8 @@ def _model(setting: Mapping[str, str]) -> str:
 def _data(setting: Mapping[str, str]) -> str:
     given = setting.get("data.train", "")
     if given.startswith("["):
-        sources = [each if isinstance(each, dict) else {"path": each} for each in json.loads(given)]
-        return ", ".join(str(each.get("name") or each.get("path")) for each in sources)
+        sources = [s if isinstance(s, dict) else {"path": s} for s in json.loads(given)]
+        return ", ".join(str(source.get("name") or source.get("path")) for source in sources)
     return given or (NOT_WRITTEN if setting else "(config.yaml is missing)")
 
 
@@ -102,7 +102,7 @@ def _batch(run: RunRecord, setting: Mapping[str, str]) -> str:
 
 def _steps(run: RunRecord) -> str:
     steps, total = run.last_step, run.total_steps
-    times = [entry.get("time", "") for of_kind in run.entries.values() for entry in of_kind[-1:]]
+    times = [entry.get("time", "") for objects in run.entries.values() for entry in objects[-1:]]
     stopped = "stopped, " if run.is_locked is False else ""
     state = "finished" if steps == total else f"{stopped}last written"
     last = when(max(times, default=""))
@@ -132,19 +132,19 @@ def not_taken(run: RunRecord) -> str:
 
 
 def _perplexity(run: RunRecord, setting: Mapping[str, str]) -> str:
-    of_set: dict[str, list[Entry]] = {}
+    by_set: dict[str, list[Entry]] = {}
     for entry in run.of_kind("eval"):
-        of_set.setdefault(entry.get("set") or "", []).append(entry)
-    if not of_set:
+        by_set.setdefault(entry.get("set") or "", []).append(entry)
+    if not by_set:
         is_given = any(setting.get(key, unset) != unset for key, unset in _EVALUATION.items())
         return "(no evaluation yet)" if is_given or not setting else "(no evaluation data)"
-    evaluations = [e for e in of_set.pop("", []) if e.get("perplexity") is not None]
+    evaluations = [e for e in by_set.pop("", []) if e.get("perplexity") is not None]
     shown = [_at(entry) for entry in evaluations[:: max(1, len(evaluations) - 1)]]
     lowest = min(evaluations, key=lambda entry: entry["perplexity"], default=None)
     if lowest and lowest not in (evaluations[0], evaluations[-1]):
         shown.append(f"lowest {_at(lowest)}")
     texts = [", ".join(shown) or "(not finite)"]
-    for name, entries in of_set.items():
+    for name, entries in by_set.items():
         ends = [entry.get("perplexity") for entry in entries[:: max(1, len(entries) - 1)]]
         said = ["not finite" if end is None else f"{end:.4f}" for end in ends]
         texts.append(f"{name} {' to '.join(said)}")

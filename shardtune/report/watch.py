@@ -54,7 +54,9 @@ def watch(options: argparse.Namespace) -> None:
     Raises:
         UserError: there is no run.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the way to leave, and no failure
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # Ctrl-C ends the view without an error
     follower = Follower(options.run)
     console = Console()
     follower.read()
@@ -77,7 +79,7 @@ def _follow(follower: Follower, console: Console) -> None:
 
 
 class Follower:
-    """Reads what was added to a run's metrics.jsonl since the last look.
+    """Reads the lines that a run adds to its metrics.jsonl.
 
     Raises:
         UserError: no run has begun in this directory, or it ended before its first step.
@@ -97,7 +99,7 @@ class Follower:
             raise UserError(f"{path}: {before_first_step(is_alive=False)}")
 
     def read(self) -> None:
-        """Take in the lines that are complete. A file that was written anew is read anew."""
+        """Read new complete lines, or all lines of a file that was replaced."""
         self.run = replace(self.run, is_locked=is_locked(self.run.path))
         try:
             with self._file.open("rb") as file:
@@ -112,7 +114,7 @@ class Follower:
             return  # the run still loads; a resume replaces the file; a disk hangs for a moment
         self._position += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
-        entries = {kind: list(of_kind) for kind, of_kind in self.run.entries.items()}
+        entries = {kind: list(objects) for kind, objects in self.run.entries.items()}
         known = list(filter(None, map(read_entry, lines)))
         for entry in known:
             entries.setdefault(entry["kind"], []).append(entry)
@@ -135,7 +137,7 @@ def view(run: RunRecord, gpus: Sequence[str]) -> RenderableType:
 
 
 def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the figures of the run's card, those that change as they are now, and some more."""
+    """Yield the figures of the run's card, some as they are in the last steps, and more."""
     rows = {"run": run.name} | figures(run)
     if steps := run.of_kind("step"):
         last = steps[-1]
@@ -213,7 +215,7 @@ def _shown(entry: Entry, name: str, form: str) -> str:
 
 
 def sparkline(values: FloatArray) -> str:
-    """Return the values as `_WIDTH` bars at most, each the mean of a stretch of them."""
+    """Draw the values as at most `_WIDTH` bars, each the mean of a stretch."""
     values = values[np.isfinite(values)]
     if not len(values):
         return ""
