@@ -71,7 +71,7 @@ def selected(options: argparse.Namespace) -> list[Check]:
 
 
 def earlier_results(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return what the folder has of other runs of this very tree, if a commit names it."""
+    """Return the results in the folder, if the same commit made them."""
     try:
         earlier = json.loads((options.out / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,7 +157,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
 
 
 def end_all_of(process: subprocess.Popen[Any]) -> None:
-    """Kill what a check has left running: the processes of its session."""
+    """Kill the processes of a check's session that still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""The card of a run of the checks, beside the committed one of the same device.
+"""Write the card of a run of the checks, beside the committed card of the same device.
 
 Imports the standard library alone; without PyYAML the card is JSON, which YAML reads.
 """
@@ -18,7 +18,7 @@ from distTest.workloads.script import REPOSITORY
 COMMITTED = REPOSITORY / "docs/gpu_cards"
 _PRETENDED = ", pretended, with small shapes: losses count, and rates, times and MFU say nothing"
 _BESIDE = ("losses", "tokens_per_second", "mfu", "peak_bytes")
-_RUN = "speed-glm-4.5-air"  # whose losses, rate and memory the card has
+_RUN = "speed-glm-4.5-air"  # the check whose losses, rate and memory the card has
 
 
 def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
         }
     card |= {
         name: {
-            side: {key: each[side][key] for key in _BESIDE}
+            side: {key: sides[side][key] for key in _BESIDE}
             for side in ("shardtune", "trainer")
-            if side in each
+            if side in sides
         }
-        for name, each in figures.items()
-        if "shardtune" in each
+        for name, sides in figures.items()
+        if "shardtune" in sides
     }
     if mfu := figures.get("ceiling", {}).get("mfu"):
         card["ceiling_mfu"] = round(mfu, 4)
@@ -94,8 +94,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(value, (dict, list)):
         yield name, value
         return
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _flat(each, f"{name}.{key}" if name else str(key))
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _flat(inner, f"{name}.{key}" if name else str(key))
 
 
 def _yaml(card: dict[str, Any]) -> str:

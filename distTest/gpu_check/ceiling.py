@@ -1,4 +1,4 @@
-"""A plain loop of the products and the attention of GLM-4.5-Air's layers: the most a step can do.
+"""Time a plain loop of the products and the attention of GLM-4.5-Air's layers.
 
 It has no norms, routers, copies, optimizer or host between kernels. So its MFU is the ceiling of
 the run with the same layers on the same GPU.
@@ -31,7 +31,7 @@ class Work:
     calls: list[tuple[Callable[..., torch.Tensor], list[torch.Tensor]]]
 
     def __post_init__(self) -> None:
-        with torch.no_grad():  # random: constant operands flatter products
+        with torch.no_grad():  # random, since constant operands multiply faster
             self._gradients = [torch.randn_like(call(*inputs)) for call, inputs in self.calls]
 
     def forward(self) -> None:
@@ -45,7 +45,7 @@ class Work:
 
 
 def ceiling() -> Outcome:
-    """Time each kind of layer and the head, and add up those of the slice."""
+    """Time each kind of layer and the head, and add them up for the slice."""
     length, times = (256, 1) if is_tiny() else (_LENGTH, 10)
     part = slice_for(length)
     shape, version = part.settings, "FA3" if _activates_third() else "FA2"
@@ -81,7 +81,7 @@ def _activates_third() -> bool:
     """Return whether varlen attention calls FlashAttention 3 from now on."""
     try:
         activate_flash_attention_impl("FA3")
-    except Exception:  # whatever the import of a package raises
+    except Exception:  # the import of a package may raise anything
         return False
     return True
 
@@ -98,7 +98,7 @@ def _product(tokens: int, width: int, out: int) -> tuple[Callable[..., torch.Ten
 def _grouped(
     rows: int, width: int, out: int, groups: int
 ) -> tuple[Callable[..., torch.Tensor], list[Any]]:
-    """Return products of as many rows for each of the experts."""
+    """Return grouped products in which all experts have equally many rows."""
     ends = torch.arange(1, groups + 1, device="cuda") * (rows // groups)
 
     def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def require_gpu() -> None:
-    """Raises Skipped without a GPU that PyTorch sees."""
+    """Raise Skipped if PyTorch sees no GPU."""
     try:
         import torch
 
@@ -64,10 +64,11 @@ def require_project() -> None:
         Skipped: the environment is too old for it, or lacks a package.
     """
     try:
-        found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        found["Python"] = platform.python_version()
-        if old := [n for n, oldest in OLDEST.items() if release(found[n]) < release(oldest)]:
-            raise Skipped(", ".join(f"needs {n} {OLDEST[n]}, and this is {found[n]}" for n in old))
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        versions["Python"] = platform.python_version()
+        if old := [n for n, oldest in OLDEST.items() if release(versions[n]) < release(oldest)]:
+            needs = (f"needs {n} {OLDEST[n]}, and this is {versions[n]}" for n in old)
+            raise Skipped(", ".join(needs))
         import_module("train_fsdp")
     except ImportError as error:
         raise Skipped(f"lacks a package: {error}") from error

@@ -1,4 +1,4 @@
-"""The checks, in order, and what a check may do. Imports the standard library alone."""
+"""The checks in their order, and their outcomes. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ WHOLE_S = 3000  # for all checks
 class Check:
     """`function` is `module.name` within this package.
 
-    `seconds` is an estimate for an H100: nobody has measured it. `needs_project`: it imports
-    shardtune, and so a PyTorch that is new enough. `is_timed`: its figures are those of a GPU that
-    multiplies as fast as it should. Without `takes_all_gpus` it sees the first GPU alone, of which
-    HF Trainer would take several.
+    `seconds`: estimated for an H100. `needs_project`: the check imports shardtune, which needs a
+    new PyTorch. `is_timed`: the check is skipped on a GPU that multiplies too slowly. Without
+    `takes_all_gpus` the check sees the first GPU alone, since HF Trainer would take all.
     """
 
     name: str
@@ -30,8 +29,8 @@ class Check:
 
 
 DEVICE = Check("device", "device.device", 15, needs_project=False)
-# In the order of what they are worth. The limit holds all of the first ones, and `--more` begins
-# with the second ones, of which it holds those up to `memory-lora`.
+# The most useful checks come first. LIMIT_S is enough for all of FIRST; with `--more`, which leaves
+# them out, it is enough for SECOND up to `memory-lora`.
 FIRST = [
     DEVICE,
     Check("smoke", "device.smoke", 45),
@@ -61,7 +60,7 @@ CHECKS = FIRST + SECOND
 
 
 class Outcome(NamedTuple):
-    """What a check that passed has to say: a line for the table, and its figures."""
+    """The outcome of a check that passed: a line for the table, and its figures."""
 
     summary: str
     figures: dict[str, Any]
@@ -80,21 +79,17 @@ class Skipped(Exception):
 
 
 def result_path() -> Path:
-    """Return the file of this check's outcome; what else it leaves lies beside it."""
+    """Return the file of this check's outcome, beside which its other files lie."""
     return Path(os.environ["GPU_CHECK_RESULT"])
 
 
 def is_tiny() -> bool:
-    """Whether shapes are to be those of a GPU that is pretended."""
+    """Return whether shapes are small, as a pretended GPU needs."""
     return bool(os.environ.get("GPU_CHECK_TINY"))
 
 
 def require(problems: list[str], summary: str, figures: dict[str, Any]) -> Outcome:
-    """Return the outcome of a check without problems.
-
-    Raises:
-        Failed: with the problems.
-    """
+    """Return the outcome of a check, or raise Failed if there are problems."""
     if problems:
         raise Failed("; ".join([*problems, summary]), figures)
     return Outcome(summary, figures)

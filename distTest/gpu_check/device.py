@@ -1,4 +1,4 @@
-"""What the GPU is, and whether it multiplies as fast as it should."""
+"""Name the GPU, and check that it multiplies as fast as its data sheet says."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def smoke() -> Outcome:
         try:
             part()
             torch.cuda.synchronize()
-        except Exception as error:  # whatever a driver raises: the others are tried
+        except Exception as error:  # a driver may raise anything; the other parts are tried
             problems.append(f"{name}: {first_line(error)}")
         took[name] = time.perf_counter() - started
     text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took.items())
@@ -95,32 +95,29 @@ def _all_reduce(device: torch.device) -> None:
 
 
 def _compile(device: torch.device) -> None:
-    # Without Triton runs say that nothing is compiled, and a pretended GPU has no driver for it.
+    # Without Triton runs compile nothing, and a pretended GPU has no driver for it.
     if importlib.util.find_spec("triton") and not is_tiny():
         torch.compile(lambda x: 2 * x + 1, dynamic=True)(torch.ones(8, device=device))
 
 
 def published_rate(name: str) -> float | None:
-    """Return the FLOP/s in bfloat16 that the data sheet gives, or None where it is not known."""
+    """Return the FLOP/s in bfloat16 of the data sheet, or None if it is not known."""
     try:
         from shardtune.model.flops import published_peak
-    except Exception:  # whatever an environment raises that is too old for the project
+    except Exception:  # an environment that is too old for the project may raise anything
         return None
     return published_peak(name, torch.bfloat16)
 
 
 def held_by_others(n_bytes: int) -> str | None:
-    """Return why a GPU has no room, or None.
-
-    `n_bytes` are held with this process's context, before its tensors.
-    """
+    """Return a problem if `n_bytes`, held before this process has tensors, are too many."""
     if n_bytes < _CONTEXT_BYTES:
         return None
     return f"other processes hold {n_bytes / 1e9:.1f} GB of the GPU - end them (nvidia-smi)"
 
 
 def slowness(flops_per_s: float, published: float | None) -> str | None:
-    """Return why a GPU's figures would not be believed, or None."""
+    """Return a problem if the GPU is far below its published rate, or None."""
     if published is None or flops_per_s >= _LEAST * published:
         return None
     return (
@@ -137,7 +134,7 @@ def nvidia_smi(query: str) -> str:
 
 
 def seconds(work: object, times: int) -> float:
-    """Return the mean seconds of a call, after two that do not count."""
+    """Return the mean seconds of a call, after two calls that do not count."""
     assert callable(work)
     for _ in range(2):
         work()

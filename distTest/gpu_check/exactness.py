@@ -20,19 +20,19 @@ from shardtune.model.moe.grouped_experts import expert_outputs
 _LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-5}
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def error(computed: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the root mean square of the difference, relative to that of `expected`."""
-    difference = found.double() - expected.double()
+    difference = computed.double() - expected.double()
     return (difference.norm() / expected.double().norm().clamp(min=1e-300)).item()
 
 
 def attention() -> Outcome:
-    """Attention by documents, forward and backward, in bfloat16 and in float32.
+    """Check attention by documents, forward and backward, in bfloat16 and in float32.
 
     In bfloat16 it must be the varlen kernel, and its backward must repeat to the bit.
     """
     lengths = [7, 1, 20, 36] if is_tiny() else [700, 1, 1300, 2095]
-    # heads, key heads, width, window: Llama's, GLM-4.5-Air's, and GPT-OSS's, which have sinks
+    # heads, key heads, width, window: of Llama, GLM-4.5-Air, and GPT-OSS, which has sinks
     shapes = [(4, 2, 16, 0), (4, 2, 16, 6)]
     if not is_tiny():
         shapes = [(32, 8, 128, 0), (96, 8, 128, 0), (64, 8, 64, 128)]
@@ -77,7 +77,7 @@ def _projections(
 def _attend(
     inputs: list[torch.Tensor], lengths: list[int], window: int
 ) -> tuple[list[torch.Tensor], str]:
-    """Return output and gradients of `document_attention`, and the ways that it went."""
+    """Return output and gradients of `document_attention`, and the kernels that it chose."""
     tried = documents.Tried()
     query, key, value, *sinks = inputs
     special: dict[str, Any] = {"sliding_window": window, "s_aux": next(iter(sinks), None)}
@@ -98,7 +98,7 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 def _attention_errors(
     inputs: list[torch.Tensor], lengths: list[int], window: int
 ) -> tuple[dict[str, float], str]:
-    found, way = _attend(inputs, lengths, window)
+    computed, way = _attend(inputs, lengths, window)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     groups = exact[0].shape[1] // exact[1].shape[1]
     query, key, value = exact[0], *(x.repeat_interleave(groups, 1) for x in exact[1:3])
@@ -114,23 +114,23 @@ def _attention_errors(
     output = torch.cat(outputs, 2).transpose(1, 2)
     expected = [output, *torch.autograd.grad((output * _weights(output)).sum(), exact)]
     names = ("output", "query", "key", "value", "sinks")
-    return {n: error(a, b) for n, a, b in zip(names, found, expected, strict=False)}, way
+    return {n: error(a, b) for n, a, b in zip(names, computed, expected, strict=False)}, way
 
 
 def experts() -> Outcome:
-    """Weighted outputs of experts with odd numbers of rows, one with none, and their gradients."""
+    """Check experts with odd numbers of rows, one without rows, and their gradients."""
     sizes = [1, 7, 0, 13, 27] if is_tiny() else [1, 7, 0, 13, 4075]
     problems, figures = list[str](), dict[str, Any]()
     for dtype in _LIMIT:
         name = str(dtype).removeprefix("torch.")
-        found, expected = _expert_tensors(sizes, dtype)
-        errors = {key: error(found[key], expected[key]) for key in expected}
+        computed, expected = _expert_tensors(sizes, dtype)
+        errors = {key: error(computed[key], expected[key]) for key in expected}
         figures[name] = errors
         if not max(errors.values()) <= _LIMIT[dtype]:
             problems.append(f"{name}: {errors}")
-        if any(found[stack][2].any() for stack in ("gate_up_proj", "down_proj")):
+        if any(computed[stack][2].any() for stack in ("gate_up_proj", "down_proj")):
             problems.append(f"{name}: an expert without rows has a gradient")
-    worst = ", ".join(f"{max(each.values()):.1e} in {name}" for name, each in figures.items())
+    worst = ", ".join(f"{max(errors.values()):.1e} in {name}" for name, errors in figures.items())
     summary = f"largest error of {sizes} rows against float64, gradients included: {worst}"
     return require(problems, summary, figures)
 
@@ -178,7 +178,7 @@ def _with_gradients(
 
 
 def loss_head() -> Outcome:
-    """Head and loss in chunks against float64, and their memory against plain logits."""
+    """Check head and loss in chunks against float64, and their memory against plain logits."""
     tokens, width, vocabulary = (64, 32, 512) if is_tiny() else (4096, 4096, 151552)
     torch.manual_seed(0)
     hidden: Any = torch.randn(1, tokens, width).to("cuda", torch.bfloat16).requires_grad_()

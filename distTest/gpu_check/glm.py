@@ -1,7 +1,7 @@
 """The shipped settings on the first layers of GLM-4.5-Air, eager and compiled.
 
-Every side runs in rounds of one process each. The last round profiles a step behind those that are
-timed, and leaves its trace.
+Every side runs in rounds of one process each. The last round also profiles a step after the timed
+ones, and leaves its trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distTest.workloads.shapes import Slice
 from shardtune.distributed.compiling import can_compile
 
 _SHAPE = "glm-4.5-air, real width"
-# What config.yaml says; a rank of several holds less of each parameter.
+# As in config.yaml, where one of several ranks holds less of each parameter.
 SETTINGS = (
     "model.master_dtype=bfloat16",
     "model.activation_checkpointing=full",
@@ -30,7 +30,7 @@ SETTINGS = (
 _BYTES_PER_PARAMETER, _SHARE = 9, 0.7
 _TIMED = slice(1, 4)  # steps; the first one compiles
 _PROFILED = 5  # the step's number, and one follows: the profile is written before it
-_TOLERANCE = 1e-2  # of bfloat16 losses, relative: tokens near a tie go to other experts
+_TOLERANCE = 1e-2  # of bfloat16 losses, relative: tokens near a tie change experts
 
 
 def slice_for(length: int) -> Slice:
@@ -60,21 +60,21 @@ def _measure(length: int, rounds: int) -> Outcome:
         "row_tokens": job.part.row_tokens,
         "command": " ".join(["train_fsdp.py", *job.assignments]).replace(f"{work_folder()}/", ""),
         "memory": figures,
-        "sides": {side: _figures(side, of_side) for side, of_side in runs.items()},
+        "sides": {side: _figures(side, repeated) for side, repeated in runs.items()},
     }
     texts = [f"{job.part}, rows of {job.part.row_tokens} tokens"]
-    for side, of_side in figures["sides"].items():
-        low, middle, high = of_side["tokens_per_second"]
-        mfu = "unknown" if of_side["mfu"] is None else f"{of_side['mfu'][1]:.1%}"
-        idle = of_side["kernels"].get("idle_ms", 0.0)
+    for side, measured in figures["sides"].items():
+        low, middle, high = measured["tokens_per_second"]
+        mfu = "unknown" if measured["mfu"] is None else f"{measured['mfu'][1]:.1%}"
+        idle = measured["kernels"].get("idle_ms", 0.0)
         texts.append(
             f"{side} {middle:.0f} tokens/s ({low:.0f} to {high:.0f}), MFU {mfu}, the GPU idle for "
             f"{idle:.1f} ms of a step"
         )
-        if not of_side["kernels"]["kernels"]:
+        if not measured["kernels"]["kernels"]:
             problems.append(f"{side}: the profile of step {_PROFILED} has no kernels")
         else:
-            print(as_markdown(f"{side}, step {_PROFILED}", of_side["kernels"]))
+            print(as_markdown(f"{side}, step {_PROFILED}", measured["kernels"]))
     if "compiled" not in sides:
         texts.append("compiled: skipped, since nothing is compiled here")
     return require(problems, "; ".join([*texts, memory]), figures)
@@ -101,7 +101,7 @@ def _spread(values: list[float]) -> list[float]:
 
 
 def _different_losses(runs: dict[str, list[Run]]) -> list[str]:
-    """Rounds must agree to the bit, and compiled with eager within a tolerance."""
+    """Return problems: rounds must agree to the bit, and compiled with eager within a tolerance."""
     problems = []
     losses = {side: [[s["loss"] for s in run.steps] for run in rs] for side, rs in runs.items()}
     for side, (first, *others) in losses.items():

@@ -1,4 +1,4 @@
-"""The peak of a GPU's allocated memory against what the planner says of the same run."""
+"""Compare the peak of a GPU's allocated memory with the plan of the same run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class Job:
     plan: Plan
 
     def run(self, name: str, *more: str, ways: Sequence[str] = ()) -> Run:
-        """Run it with random weights that are drawn on the device, in seconds, and with its plan,
-        which a run would make again.
-        """
+        """Run the job with its plan, and with random weights that the device draws in seconds."""
         planned = work_folder() / "plan.json"
         planned.write_text(json.dumps(as_prediction(self.plan)), encoding="utf-8")
         ways = ["drawn_on_device", f"planned={planned}", *ways]
@@ -48,7 +46,7 @@ class Job:
 def slice_that_fits(
     shape: str, bytes_per_parameter: float, length: int = 4096, share: float = 0.5
 ) -> Slice:
-    """Return as many layers as take a share of the GPU's memory, for rows of `length` tokens."""
+    """Return the layers that take a share of the GPU's memory, for rows of `length` tokens."""
     length, layers, small = (256, 2, SMALL) if is_tiny() else (length, None, None)
     total = torch.cuda.mem_get_info()[1]
     return slice_of(shape, length, share * total / bytes_per_parameter, layers, small)
@@ -58,8 +56,8 @@ def plan_job(part: Slice, *more: str) -> Job:
     """Plan a run of these layers.
 
     Raises:
-        Failed: the planner has no more than a bound.
-        Skipped: they do not fit.
+        Failed: the plan is a bound only.
+        Skipped: the layers do not fit.
     """
     length, total = part.row_tokens, torch.cuda.mem_get_info()[1]
     assignments = [
@@ -108,12 +106,12 @@ def compare(job: Job, run: Run) -> tuple[list[str], str, dict[str, Any]]:
 
 
 def dense_8b() -> Outcome:
-    """As many layers of Llama 3 8B as fit, in float32."""
+    """Check as many layers of Llama 3 8B as fit, in float32."""
     return _check("llama3-8b", 18)
 
 
 def lora() -> Outcome:
-    """Adapters on Llama 3 8B."""
+    """Check adapters on Llama 3 8B."""
     more = ["lora.rank=16", "model.activation_checkpointing=selective"]
     return _check("llama3-8b", 2.5, *more)
 

@@ -15,10 +15,10 @@ from shardtune.distributed.compiling import can_compile
 from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
-# Of weights that may differ from a CPU's, or compiled from eager ones: a product that is rounded
-# once less moves a value across its random threshold.
+# The share of weights that may differ from a CPU's: a product that is rounded once less moves a few
+# values across their random thresholds.
 _SHARE = 5e-3
-_WIDTH = 1408  # of a weight whose update is timed: an expert's of GLM-4.5-Air, 5.5 blocks
+_WIDTH = 1408  # of a timed weight: an expert's of GLM-4.5-Air, 5.5 blocks
 _SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -28,7 +28,9 @@ def optimizer() -> Outcome:
     size = 1 << 10 if is_tiny() else 1 << 20
     fused, exact = _fused(size), _exact_update(size)
     figures["fused_error"] = error(fused.cpu() - _start(size), exact - _start(size))
-    if not figures["fused_error"] <= 1e-3:  # of the change, of which float32 keeps few digits
+    if (
+        not figures["fused_error"] <= 1e-3
+    ):  # relative to the change, of which float32 keeps few digits
         problems.append(f"fused AdamW is {figures['fused_error']:.1e} from float64")
     ways = {"eager": False}
     if can_compile(torch.device("cuda")):
@@ -36,11 +38,11 @@ def optimizer() -> Outcome:
     times = {"float32, fused": _fused_seconds}
     texts = [f"fused AdamW is {figures['fused_error']:.1e} from float64"]
     for name, eight_bit in {"bfloat16": False, "adamw8bit": True}.items():
-        of_cpu = _low_precision(size, eight_bit, "cpu")
+        expected = _low_precision(size, eight_bit, "cpu")
         for way, compiled in ways.items():
             times[f"{name}, {way}"] = partial(_low_precision_seconds, eight_bit, compiled)
             here = _low_precision(size, eight_bit, "cuda", compiled)
-            share = (here.cpu() != of_cpu).double().mean().item()
+            share = (here.cpu() != expected).double().mean().item()
             figures[f"{name}_{way}_differs_from_cpu"] = share
             texts.append(f"{share:.2%} of the weights of {name}, {way}, are not those of a CPU")
             if not share <= _SHARE:
@@ -73,7 +75,7 @@ def _fused(size: int) -> torch.Tensor:
 
 
 def _exact_update(size: int) -> torch.Tensor:
-    """Return the same by AdamW's definition (arXiv 1711.05101) in float64, on the CPU."""
+    """Return that weight by AdamW's definition (arXiv 1711.05101), in float64 on the CPU."""
     weight = _start(size).double()
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     (beta1, beta2), lr = _SETTINGS["betas"], _SETTINGS["lr"]
@@ -117,7 +119,7 @@ def _low_precision_seconds(eight_bit: bool, compiled: bool, numel: int) -> float
 
 
 def _with_gradient(numel: int, dtype: torch.dtype) -> nn.Parameter:
-    # Random: codes that are alike are looked up at one address, many times as fast.
+    # Random values: equal codes would be looked up at one address, many times faster.
     values = torch.randn(2, numel // _WIDTH, _WIDTH, device="cuda", dtype=dtype)
     weight = nn.Parameter(0.02 * values[0])
     weight.grad = 1e-3 * values[1]

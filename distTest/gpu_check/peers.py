@@ -1,4 +1,4 @@
-"""Packed chats on a model with experts, against TRL and HF Trainer: the benchmarks' `gpu`."""
+"""Measure packed chats on a model with experts, against TRL and HF Trainer, by `benchmarks gpu`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEEDS = "import trl, accelerate, datasets"
 def peers() -> Outcome:
     """Measure all sides in two rounds."""
     pythons = (os.environ["GPU_CHECK_PEERS"], sys.executable)
-    python = next((each for each in pythons if _runs(each, _NEEDS)), None)
+    python = next((path for path in pythons if _runs(path, _NEEDS)), None)
     if python is None:
         raise Skipped(f"{' and '.join(pythons)} lack TRL - make .venv/peers/.installed")
     sides, texts = ["ours", "ours_compiled", *_PEERS], list[str]()

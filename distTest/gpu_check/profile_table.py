@@ -1,4 +1,4 @@
-"""The kernels of a profiled step: which take the GPU's time, and for how long it has none."""
+"""List the kernels of a profiled step, and the time in which the GPU has none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _ROWS = 10
-_GAP_US = 10.0  # shorter ones are those between two launches
+_GAP_US = 10.0  # a shorter gap is that between two launches
 
 
 def kernel_table(trace: Path, kinds: Sequence[str] = _ON_GPU) -> dict[str, Any]:
-    """Return what a Chrome trace of one step says of its kernels, in milliseconds.
+    """Return figures of the kernels in a Chrome trace of one step, in milliseconds.
 
-    Kernels of several streams that run at the same time keep the GPU busy once. `kinds` are the
-    categories of the trace's events.
+    `kinds`: categories of events that are kernels.
     """
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
@@ -29,15 +28,15 @@ def kernel_table(trace: Path, kinds: Sequence[str] = _ON_GPU) -> dict[str, Any]:
     )
     if not kernels:
         return {"kernels": 0}
-    of_name: defaultdict[str, list[float]] = defaultdict(list)
+    durations: defaultdict[str, list[float]] = defaultdict(list)
     gaps, busy_until = [], kernels[0][0]
     for begin, end, name in kernels:
-        of_name[name].append(end - begin)
+        durations[name].append(end - begin)
         if begin > busy_until:
             gaps.append(begin - busy_until)
-        busy_until = max(busy_until, end)
+        busy_until = max(busy_until, end)  # kernels of several streams overlap
     span = busy_until - kernels[0][0]
-    top = sorted(of_name.items(), key=lambda item: -sum(item[1]))[:_ROWS]
+    top = sorted(durations.items(), key=lambda item: -sum(item[1]))[:_ROWS]
     return {
         "kernels": len(kernels),
         "span_ms": span / 1e3,
@@ -51,15 +50,15 @@ def kernel_table(trace: Path, kinds: Sequence[str] = _ON_GPU) -> dict[str, Any]:
     }
 
 
-def as_markdown(title: str, found: dict[str, Any]) -> str:
+def as_markdown(title: str, figures: dict[str, Any]) -> str:
     lines = [f"### {title}", ""]
     lines.append(
-        f"{found['kernels']} kernels in {found['span_ms']:.1f} ms; the GPU has nothing to do for "
-        f"{found['idle_ms']:.1f} ms, at most {found['longest_gap_ms']:.2f} ms at a time; "
-        f"{found['gaps_over_10_us']} gaps are longer than 10 us."
+        f"{figures['kernels']} kernels in {figures['span_ms']:.1f} ms; the GPU has nothing to do "
+        f"for {figures['idle_ms']:.1f} ms, at most {figures['longest_gap_ms']:.2f} ms at a time; "
+        f"{figures['gaps_over_10_us']} gaps are longer than 10 us."
     )
     lines += ["", "| kernel | times | ms | share of the step |", "|---|---|---|---|"]
-    for row in found["top"]:
+    for row in figures["top"]:
         name = row["name"].replace("|", "/")[:100]
         lines.append(f"| `{name}` | {row['count']} | {row['ms']:.2f} | {row['share']:.1%} |")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ def work_folder() -> Path:
 
 @dataclass
 class Run:
-    """What a run has left: its lines with the time at which each came, and metrics.jsonl."""
+    """A finished run: its directory, and its lines with the time of each."""
 
     directory: Path
     lines: list[tuple[float, str]]
@@ -40,7 +40,7 @@ class Run:
         return read_run(self.directory).of_kind("step")
 
     def time_of(self, start: str) -> float:
-        """Return when the line came that begins so."""
+        """Return the time of the first line that begins with `start`."""
         return next(at for at, line in self.lines if line.startswith(start))
 
 
@@ -52,16 +52,16 @@ def train(
     ways: Sequence[str] = (),
     ranks: int = 1,
 ) -> Run:
-    """Run train_fsdp.py with run.dir `name`, its layers eager. A run of that name is resumed.
+    """Run train_fsdp.py without compilation; resume if a run has this name.
 
     `ways`: those of wrapped.py.
 
     Raises:
-        Failed: it ended with another code than 0.
+        Failed: the run ended with another code than 0.
     """
     folder = work_folder() / name
     settings: dict[str, Any] = {"run.dir": folder, "model.compile": "false"}
-    settings |= dict(each.split("=", 1) for each in assignments)
+    settings |= dict(assignment.split("=", 1) for assignment in assignments)
     if not saves:
         settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
         ways = [*ways, "unsaved"]
@@ -116,14 +116,12 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def write_chats(rows: int, length: int) -> Path:
-    """Write chats of so many full rows, about."""
+    """Write chats of about `rows` full rows."""
     return chats.write_chats(work_folder() / "chats.jsonl", rows * length, length)
 
 
 def write_rows(rows: int, length: int) -> Path:
-    """Write texts that data.overflow=truncate cuts into a full row each: a word has a token or
-    more.
-    """
+    """Write texts of a token or more a word; data.overflow=truncate cuts each to a full row."""
     words = chats.SOURCE.read_text(encoding="utf-8").split()
     path = work_folder() / "text.jsonl"
     with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Whole models of 8e9 parameters beside transformers' Trainer: speed, first loss, memory.
+"""Compare whole models of 8e9 parameters with transformers' Trainer: speed, first loss, memory.
 
 Both sides have the same random weights, drawn on the device, and the same full rows of one
 document, in bfloat16 with full activation checkpointing. So neither lacks an attention kernel, and
@@ -25,8 +25,8 @@ from shardtune.config import RunConfig
 
 _ROWS, _STEPS, _LR, _LORA_RANK = 4, 6, 1e-4, 16
 _TIMED = slice(2, None)  # steps: the first ones compile
-# Of the first loss, relative, in bfloat16. With other weights or rows it differs by about 1e-3: the
-# loss of random weights is near the logarithm of the vocabulary.
+# Relative, of the first loss in bfloat16. Other weights or rows change it by only 1e-3: with random
+# weights it is near the logarithm of the vocabulary.
 _TOLERANCE = 3e-4
 _ALL_WEIGHTS = (
     "model.master_dtype=bfloat16",
@@ -113,7 +113,7 @@ def _speed(side: str, figures: dict[str, Any]) -> str:
 
 
 def _run_trainer(request: dict[str, Any]) -> Any:
-    """Return what the Trainer measured, or a line why it could not."""
+    """Return the Trainer's figures, or a line why it failed."""
     result = work_folder() / "trainer.json"
     command = [sys.executable, "-m", "distTest.gpu_check.trainer", json.dumps(request)]
     given: Any = {"env": offline(), "cwd": REPOSITORY, "text": True, "capture_output": True}

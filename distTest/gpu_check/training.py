@@ -1,4 +1,4 @@
-"""Whole runs: losses of the CPU, resumes, saves in the background, two GPUs against one."""
+"""Check whole runs: losses against a CPU, resumes, saves beside steps, two GPUs against one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from distTest.gpu_check.packing import FAMILIES, TINY
 from distTest.gpu_check.runs import Run, save_model, train, write_chats, write_rows
 from distTest.workloads.shapes import shape_of
 
-# Runs: most of their time is that of one core.
+# Runs at the same time: each mostly takes one core.
 _AT_ONCE = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-# Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other
-# experts.
+# Relative, of losses: sums have another order, and bfloat16 sends some tokens to other experts.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-_FAST = "optimizer.lr=3e-3"  # which moves the loss
+_FAST = "optimizer.lr=3e-3"  # moves the loss far enough to compare
 
 
 def _settings(family: str, length: int, *more: str) -> list[str]:
@@ -40,7 +39,7 @@ def _settings(family: str, length: int, *more: str) -> list[str]:
 
 
 def losses() -> Outcome:
-    """The losses of a dense model and one with experts, against the CPU's."""
+    """Compare losses of a dense model and one with experts with the CPU's."""
     length = 128 if is_tiny() else 512
     settings = {name: _settings(name, length, "train.max_steps=8") for name in FAMILIES}
     pairs = list(product(FAMILIES, _TOLERANCE))
@@ -54,16 +53,16 @@ def losses() -> Outcome:
         return _losses(train(name, *settings[family], *more, on_cpu=device == "cpu"))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = dict(zip(cases, pool.map(lambda case: run(*case), cases), strict=True))
+        by_case = dict(zip(cases, pool.map(lambda case: run(*case), cases), strict=True))
     compared = _Compared()
     for family, dtype in pairs:
-        here, there = (found[family, dtype, device] for device in ("cuda", "cpu"))
+        here, there = (by_case[family, dtype, device] for device in ("cuda", "cpu"))
         compared.add(f"{family} in {dtype}", dtype, {"cuda": here, "cpu": there})
     return compared.outcome("losses of GPU and CPU")
 
 
 def two_gpus() -> Outcome:
-    """The losses of experts, replicas and stages on two GPUs, against those of one."""
+    """Compare losses of experts, replicas and stages on two GPUs with those of one."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs 2 GPUs, and PyTorch sees {torch.cuda.device_count()}")
     settings = _settings("glm4_moe", 128 if is_tiny() else 512, "train.max_steps=6", _FAST)
@@ -72,7 +71,7 @@ def two_gpus() -> Outcome:
         given = [*settings, f"model.compute_dtype={dtype}"]
         one = _losses(train(f"one-{dtype}", *given))
         for key, accumulation in {"expert": 1, "replicate": 1, "stages": 2}.items():
-            # Two data ranks take two micro-batches at once, a pipeline one behind the other.
+            # Two data ranks take two micro-batches at once, a pipeline takes them in turn.
             mesh = f"parallel.{key}=2"
             more = [mesh, f"train.gradient_accumulation_steps={accumulation}"]
             two = _losses(train(f"{key}-{dtype}", *given, *more, ranks=2))
@@ -85,14 +84,14 @@ def _losses(run: Run) -> list[float]:
 
 
 class _Compared:
-    """Losses of pairs of runs: they must agree, and move by more than they may differ."""
+    """Compares losses of pairs of runs, which must agree and move by more than they may differ."""
 
     def __init__(self) -> None:
         self._problems, self._texts = list[str](), list[str]()
         self._figures = dict[str, Any]()
 
     def add(self, name: str, dtype: str, losses: dict[str, list[float]]) -> None:
-        """Compare the losses of a run with those of the second, its reference."""
+        """Compare the losses of a run with those of its reference, which come second."""
         (here, there), tolerance = losses.values(), _TOLERANCE[dtype]
         apart = max(abs(a / b - 1) for a, b in zip(here, there, strict=True))
         moved = abs(there[-1] / there[0] - 1)
@@ -109,7 +108,7 @@ class _Compared:
 
 
 def resume() -> Outcome:
-    """A run that is repeated, and one that is stopped and resumed, to the last bit."""
+    """Compare a repeated run, and one that stops and resumes, to the last bit."""
     length = 128 if is_tiny() else 1024
     settings = _settings("glm4_moe", length, "export.final=false", "optimizer.lr=1e-3")
     whole = [*settings, "train.max_steps=4"]
@@ -131,7 +130,7 @@ def resume() -> Outcome:
 
 
 def offload() -> Outcome:
-    """Layers' inputs and an optimizer's states in host memory, against a run without."""
+    """Compare a run with layers' inputs and states in host memory with a run without."""
     length = 128 if is_tiny() else 4096
     more = ["model.compute_dtype=bfloat16", "optimizer.lr=1e-3", "train.max_steps=6"]
     settings = _settings("glm4_moe", length, *more)
@@ -155,7 +154,7 @@ def _bits(run: Run) -> list[tuple[str, str]]:
 
 
 def async_save() -> Outcome:
-    """A checkpoint is written while steps go on."""
+    """Check that steps go on while a checkpoint is written."""
     every, length = (8, 32) if is_tiny() else (40, 4096)
     sizes, key_heads = ((128, 128, 1, 4), 2) if is_tiny() else ((2048, 6144, 12, 16), 8)
     more = {"vocab_size": 65536, "max_position_embeddings": 2 * length}

@@ -89,7 +89,7 @@ def _rehearse(options: Namespace, folder: Path) -> None:
 
 
 def _write_inputs(options: Namespace, folder: Path) -> list[str]:
-    """Write model and data; return the launch scripts' arguments behind `--config`."""
+    """Write model and data; return the arguments of the launch scripts after `--config`."""
     from distTest.rehearse.tiny_model import ROW_TOKENS, make_model, write_chats  # PyTorch: seconds
 
     config = load_config(options.config, options.assignments, {})
@@ -118,7 +118,7 @@ def _write_inputs(options: Namespace, folder: Path) -> list[str]:
 def _node_commands(
     options: Namespace, folder: Path, arguments: list[str]
 ) -> Iterator[list[list[str]]]:
-    """The command of each node: in network namespaces, else on loopback."""
+    """Yield the command of each node, in network namespaces or else on loopback."""
     (folder / "tmp").mkdir()
     with contextlib.ExitStack() as stack:
         if obstacle := "--loopback" if options.loopback else namespaces.obstacle():
@@ -141,7 +141,7 @@ def _node_commands(
             f"NCCL_SOCKET_IFNAME={interface}",
             f"GLOO_SOCKET_IFNAME={interface}",
             "CUDA_VISIBLE_DEVICES=",
-            # The files that a killed node leaves go with the folder.
+            # A killed node leaves files, which are deleted with this folder.
             f"SHARDTUNE_CACHE={folder / 'cache'}",
             f"TMPDIR={folder / 'tmp'}",
         ]
@@ -164,7 +164,7 @@ def _check_rendezvous(nodes: NodeProcesses, options: Namespace) -> None:
 
 
 def _check_lost_node(nodes: NodeProcesses, last: int) -> str:
-    """Kill the last node behind a save, whose name is returned; the others must end with code 1."""
+    """Kill the last node after a save; check that all others end with 1; return the save's name."""
     saved = nodes.read_until("a save", partial(nodes.find, 0, r"^Saved (checkpoint_\d+)$"))[-1]
     next_step = rf"^Step {STEPS_BETWEEN_SAVES + 1}/"
     nodes.read_until("the step behind it", partial(nodes.find, 0, next_step))
@@ -197,7 +197,7 @@ def _check_resume(nodes: NodeProcesses, saved: str) -> int:
 
 
 def _read_steps(run_dir: Path) -> list[list[float]]:
-    """Number, loss and gradient norm of the steps in metrics.jsonl."""
+    """Return number, loss and gradient norm of each step in metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
     return [[step[key] for key in ("step", "loss", "grad_norm")] for step in steps]

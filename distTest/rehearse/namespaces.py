@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _TRIAL = "ip link add trial type bridge && ip link add wire type veth && hostname trial"
-# A queue that waits longer holds small messages up behind large ones. A burst is more than a tick.
+# A longer queue would delay small messages behind large ones. A burst must last a timer's tick.
 _LIMIT = "root tbf burst 256kb latency 20ms rate"
 LIMIT_TRIAL = f"tc qdisc add dev lo {_LIMIT} 1gbit"
 _MTU = 9000  # bytes of a frame without its Ethernet header, as fast networks are set up
@@ -40,11 +40,11 @@ class Node:
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, self.host]
 
     def ip(self, *arguments: str) -> str:
-        """`ip` within the node, as in `node.ip("link", "set", node.interface, "down")`."""
+        """Run `ip` in the node, as in `node.ip("link", "set", node.interface, "down")`."""
         return _ip("-n", self.name, *arguments)
 
     def limit(self, bits_per_s: int) -> None:
-        """Let it send no more than this, in frames of 9000 bytes; 0: as fast as the machine is."""
+        """Limit the rate at which the node sends, in frames of 9000 bytes; 0: no limit."""
         for owner, end in ((self.name, self.interface), (self.bridge, self.wire)):
             _ip("-n", owner, "link", "set", end, "mtu", str(_MTU))
         if bits_per_s:
@@ -52,33 +52,28 @@ class Node:
             subprocess.run(["tc", "-n", self.name, *limit], check=True)
 
     def received_bytes(self) -> int:
-        """Return the bytes that it got by its cable so far, headers of frames left out.
-
-        The kernel counts several frames of one stream as one, with one header.
-        """
+        """Return the bytes that came over the node's cable so far, without headers of frames."""
+        # The kernel counts several frames of one stream as one packet, with one header.
         (link,) = json.loads(self.ip("-s", "-j", "link", "show", self.interface))
         counters = link["stats64"]["rx"]
         return int(counters["bytes"] - HEADER_BYTES * counters["packets"])
 
     def kill_all(self) -> None:
-        """End every process in it with SIGKILL, as a power cut does."""
+        """End every process of the node with SIGKILL, as a power cut does."""
         for pid in _ip("netns", "pids", self.name).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
 
 def obstacle(trial: str = _TRIAL) -> str | None:
-    """The reason why namespaces cannot be made here, or None. `trial`: a command in one of them."""
+    """Return why namespaces cannot be made here, or None. `trial`: a command to run in one."""
     code, output = subprocess.getstatusoutput(f"unshare --net --uts sh -c '{trial}'")
     return f"no network namespaces here ({output.strip()})" if code else None
 
 
 @contextlib.contextmanager
 def joined_nodes(addresses: list[str], interface: str) -> Iterator[list[Node]]:
-    """Make a node for each address, in networks of 24 bits.
-
-    At the end they are removed with every process in them.
-    """
+    """Make a node for each address of a /24 network; at the end remove it with its processes."""
     run = f"shardtune-{os.getpid()}"
     bridge, nodes = f"{run}-bridge", []
     with contextlib.ExitStack() as at_end:

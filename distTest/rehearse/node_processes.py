@@ -15,18 +15,18 @@ import psutil
 
 T = TypeVar("T")
 
-# In the environment of all that a node starts, also of processes that leave its session.
+# Marks the environment of every process of a node, even of one that leaves the node's session.
 _MARK = "SHARDTUNE_REHEARSED_NODE"
 _TIMEOUT_S = 600  # a few seconds suffice on an idle machine
 
 
 class CheckFailed(Exception):
-    """Something did not happen as it must."""
+    """A check of the rehearsal failed."""
 
 
 @contextlib.contextmanager
 def launched(commands: Sequence[list[str]], folder: Path) -> Iterator[NodeProcesses]:
-    """Run a command for each node, whose output is `folder/node<k>.log`; kill all at the end."""
+    """Run a command for each node, its output in `folder/node<k>.log`; kill all at the end."""
     try:
         yield NodeProcesses(commands, folder)
     finally:
@@ -44,7 +44,7 @@ def kill(node: int) -> None:
 
 
 def processes_of(rehearsal_pid: int, node: int) -> list[psutil.Process]:
-    """The processes that a node of a rehearsal has started."""
+    """Return the processes that a node of a rehearsal has started."""
     return [
         process
         for process in psutil.process_iter(["environ"])
@@ -53,7 +53,7 @@ def processes_of(rehearsal_pid: int, node: int) -> list[psutil.Process]:
 
 
 class NodeProcesses:
-    """What runs on each node. `outputs[k]` is the output of node k so far, in whole lines."""
+    """The processes of each node. `outputs[k]`: the output of node k so far, in whole lines."""
 
     def __init__(self, commands: Sequence[list[str]], folder: Path) -> None:
         folder.mkdir()
@@ -73,19 +73,19 @@ class NodeProcesses:
         ]
 
     def find(self, node: int, pattern: str) -> list[str]:
-        """All matches in the node's output, as of `re.findall`; `^` and `$` match at each line."""
+        """Return all matches in the node's output; `^` and `$` match at each line."""
         return re.findall(pattern, self.outputs[node], re.MULTILINE)
 
     def exit_codes(self) -> list[int]:
-        """The exit code of every node, once all have ended; until then nothing."""
+        """Return the exit codes of all nodes once all have ended; until then none."""
         codes = [process.poll() for process in self._processes]
         return [code for code in codes if code is not None] if None not in codes else []
 
     def read_until(self, what: str, result: Callable[[], T]) -> T:
-        """Show the nodes' output behind `[node k] ` until there is a result, and return it.
+        """Print the nodes' output, each line after `[node k] `, until `result` returns something.
 
         Raises:
-            CheckFailed: there is none within the time, or before every node has ended.
+            CheckFailed: `result` returned nothing in time, or before all nodes ended.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:

@@ -18,7 +18,7 @@ _SHIPPED = "zai-org/GLM-4.5-Air"  # its architecture needs no hub
 
 ROW_TOKENS = 64
 _LAYERS = 3
-# The largest value of each key with such an end; an architecture has some of them.
+# The largest values of keys that end so; each architecture has some of these keys.
 _SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -42,8 +42,8 @@ _WORDS = ("rank", "node", "shard", "mesh", "step", "token", "loss", "norm", "glo
 def make_model(path: str, ranks: int, out: Path) -> str:
     """Write configuration and tokenizer of a tiny model of `path`'s architecture to `out`.
 
-    `path` is a directory or a hub id. Returns a line that describes the model. Where the
-    architecture cannot be read or made small, the line says why, and which one stands in for it.
+    `path` is a directory or a hub id. Return a line that describes the model, and why another
+    architecture stands in for one that cannot be read or made small.
     """
     is_shipped = path == _SHIPPED
     tokenizer = make_tokenizer()
@@ -68,7 +68,7 @@ def make_model(path: str, ranks: int, out: Path) -> str:
 def _scale_down(
     source: PreTrainedConfig, ranks: int, tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedConfig:
-    """Keep the architecture with its first, narrowed layers, at least one of each of its kinds."""
+    """Keep the first layers of an architecture, at least one of each kind, and narrow them."""
     values = source.to_dict()
     depth = values["num_hidden_layers"]
     per_layer = {
@@ -84,9 +84,9 @@ def _scale_down(
         small |= {key: min(n, most) for key, n in values.items() if n and key.endswith(end)}
     if values.get(_HEADS):
         small[_HEADS] = 4
-    if heads := values.get(_KV_HEADS):  # shared by some queries, by all or by one, as before
+    if heads := values.get(_KV_HEADS):  # as before some, all or one of the query heads share one
         small[_KV_HEADS] = 4 if heads == values[_HEADS] else min(heads, 2)
-    # A multiple of the ranks, so that none is without an expert.
+    # A multiple of the ranks, so that each rank has an expert.
     small |= {key: ranks * -(-4 // ranks) for key in EXPERTS if values.get(key) is not None}
     small |= {
         "bos_token_id": None,

@@ -3,8 +3,8 @@ bytes that their cable carries.
 
 python -m distTest.workloads.cable OUT.json BITS_PER_S PYTHON [arguments]
 
-Each node sends at most so many bits a second; 0: as many as it can. OUT.json gets the bytes that
-each node has received, headers of frames left out. Needs Linux, root and iproute2.
+Each node sends at most BITS_PER_S; 0: no limit. OUT.json gets the bytes that each node has
+received, without headers of frames. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PORT = 29600
 
 
 def over_cable(out: Path, bits_per_s: int) -> list[str]:
-    """Return what a command of one process begins with so that it runs so."""
+    """Return the words that run a command of one process so, if they stand before it."""
     return [sys.executable, "-m", "distTest.workloads.cable", str(out), str(bits_per_s)]
 
 

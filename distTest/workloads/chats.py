@@ -23,12 +23,12 @@ MARKED_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEMPLATE = re.sub("{% (end)?generation %}", "", MARKED_TEMPLATE)
-TEMPLATE_TOKENS = 30  # what the template adds to a chat's words, about
+TEMPLATE_TOKENS = 30  # about the tokens that the template adds to a chat
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How long chats are, and who says how much. Lengths are log-normal."""
+    """The log-normal lengths of chats, their turns, and the share of answers."""
 
     median_tokens: float  # of a chat
     sigma: float

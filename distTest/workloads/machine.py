@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure belongs to. Imports the standard library alone."""
+"""The machine and the versions of a figure. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from distTest.workloads.script import REPOSITORY
 
-# With changes to these files, the results are not those of a commit.
+# If these files have changes, results are not those of a commit.
 _SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
 
 
 def output_of(*command: Any) -> str:
-    """Return what a command prints, or an empty text where it fails."""
+    """Return the output of a command, or an empty text if it fails."""
     try:
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     except OSError:
@@ -25,7 +25,7 @@ def output_of(*command: Any) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this tree, with `-dirty` where its code was changed since."""
+    """Return the commit of this tree, with `-dirty` if its code has changed since."""
     git = ("git", "-C", REPOSITORY)
     changed = output_of(*git, "status", "--porcelain", "-uno", "--", *_SOURCES)
     return output_of(*git, "describe", "--always") + ("-dirty" if changed else "")

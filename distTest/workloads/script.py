@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def absolute(path: str) -> Path:
-    """Return a path of the command line as programs find it that start in another folder."""
+    """Make a path of the command line absolute, for programs that start in another folder."""
     return Path(path).absolute()
 
 
@@ -29,7 +29,7 @@ def train_command(
     ranks: int = 1,
     config: Path | str = os.devnull,
 ) -> list[str]:
-    """Return the command of a run with these settings, in some ways of wrapped.py."""
+    """Return the command of a run with these settings. `ways`: those of wrapped.py."""
     script = ["train_fsdp.py"] if ways is None else ["-m", "distTest.workloads.wrapped", ways]
     assignments = [f"{key}={value}" for key, value in settings.items()]
     return launch([*script, "--config", config, *assignments], ranks)

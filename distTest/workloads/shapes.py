@@ -1,4 +1,4 @@
-"""The shapes of published models: what AutoConfig needs to make each, by its architecture."""
+"""The shapes of published models: the architecture and settings of each, for AutoConfig."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256}
 
 
 def shape_of(width: int, mlp_width: int, layers: int, heads: int, more: dict[str, Any]) -> Any:
-    """Return what `more` and these sizes say of a model."""
+    """Return the settings of a model: these sizes, and `more`."""
     sizes = {"hidden_size": width, "intermediate_size": mlp_width}
     return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads} | more
 
@@ -38,9 +38,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The first layers of a shape, in `settings`, and the parameters that they have with all else.
+    """The settings of a shape's first layers, of `whole` layers.
 
-    `dense` is the number of layers before those with experts, where there are any.
+    `parameters` count embedding and head, too. `dense`: the layers before those with experts.
     """
 
     model_type: str
@@ -51,13 +51,11 @@ class Slice:
 
     @property
     def layers(self) -> int:
-        count: int = self.settings["num_hidden_layers"]
-        return count
+        return int(self.settings["num_hidden_layers"])
 
     @property
     def row_tokens(self) -> int:
-        count: int = self.settings["max_position_embeddings"] // 2
-        return count
+        return int(self.settings["max_position_embeddings"] // 2)
 
     def __str__(self) -> str:
         experts = f", {self.layers - self.dense} of them with experts" if self.dense else ""
@@ -71,10 +69,10 @@ def slice_of(
     layers: int | None = None,
     small: Mapping[str, int] | None = None,
 ) -> Slice:
-    """Return as many layers as have at most `most` parameters, at most `layers` of them.
+    """Return the first layers of a shape, up to `layers`, of at most `most` parameters.
 
-    The fewest, one or those up to the first with experts, may have more. `length` is that of a row,
-    in tokens; `small` replaces values that the shape has.
+    One layer stays, and one with experts if there are any, even with more parameters. `length`:
+    tokens of a row. `small` replaces values of the shape.
     """
     model_type, shape = SHAPES[name]
     replaced = {key: value for key, value in (small or {}).items() if key in shape}

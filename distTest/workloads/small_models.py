@@ -15,9 +15,9 @@ from distTest.rehearse.tiny_model import make_tokenizer
 from distTest.workloads.shapes import shape_of
 
 ROW_TOKENS = 64
-# Of the two messages that are not trained, in tokens of a byte each.
+# The two messages that are not trained. A token is a byte.
 _ASKED = {"system": "a", "user": "b c d e "}
-_TEMPLATE_TOKENS = 31  # of its marks, the names of three roles, and ends of lines
+_TEMPLATE_TOKENS = 31  # of marks, the names of three roles, and ends of lines
 _GLM = {"num_key_value_heads": 4, "head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 1}
 _GLM |= {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _GLM |= {"n_group": 1, "topk_group": 1, "tie_word_embeddings": False}
@@ -40,8 +40,7 @@ def write_model(family: str, folder: Path) -> int:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    count: int = model.num_parameters()
-    return count
+    return int(model.num_parameters())
 
 
 def write_rows(path: Path, count: int) -> Path:

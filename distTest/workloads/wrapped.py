@@ -2,8 +2,7 @@
 
 python -m distTest.workloads.wrapped WAY,WAY=VALUE,... [arguments of train_fsdp.py]
 
-Each way is a function of WAYS, entered before the script runs and left behind it, the last one
-first.
+Each way is a context manager of WAYS, in which the script runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-# A line of output with figures in JSON behind it.
+# Begins a line of output that ends with figures in JSON.
 CPU_LABEL = "CPU seconds of the process until the end of each step: "
 
 
@@ -46,7 +45,7 @@ def unsaved(script: Any, _: str) -> Iterator[None]:
 
 @contextmanager
 def drawn_on_device(script: Any, _: str) -> Iterator[None]:
-    """Draw weights of `model.init=random` on the device: others, where a CPU takes minutes."""
+    """Draw random weights on the device; a CPU takes minutes, and draws other weights."""
     build = import_module("shardtune.model.build")
     draw = build.draw_weights
 
@@ -60,7 +59,7 @@ def drawn_on_device(script: Any, _: str) -> Iterator[None]:
 
 @contextmanager
 def planned(script: Any, path: str) -> Iterator[None]:
-    """Take the plan in this file, JSON of a `Prediction`, where a run would simulate a step."""
+    """Read the plan, a `Prediction`, from this JSON file, and simulate no step."""
     run_plan = import_module("shardtune.planner.run_plan")
     vars(run_plan)["_simulate"] = lambda *_: subprocess.Popen(
         ["cat", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -70,7 +69,7 @@ def planned(script: Any, path: str) -> Iterator[None]:
 
 @contextmanager
 def noted_rows(script: Any, path: str) -> Iterator[None]:
-    """Write the tokens of each row of one document, a list in the order of the steps, to a file."""
+    """Write the tokens of each row, which is one document, to a file, in the order of steps."""
     train_step, rows = script.train_step, list[Any]()
 
     def noting(context: Any, step: Any, micro_batches: Any, stop: Any) -> Any:
@@ -100,7 +99,7 @@ def cpu_seconds(script: Any, _: str) -> Iterator[None]:
 
 @contextmanager
 def short_of_memory(script: Any, _: str) -> Iterator[None]:
-    """Keep neither gathered weights nor whole gradients, as where they do not fit."""
+    """Keep neither gathered weights nor whole gradients, as a run without room for them."""
     vars(import_module("shardtune.training.states.reshard"))["_free_bytes"] = lambda world: 0.0
     yield
 
