@@ -1,1 +1,1 @@
-"""What this project takes of a machine, alone and beside others."""
+"""Measure what training takes of a machine, by shardtune and by others."""

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from benchmarks import results
 
-# Each is a module with `add_options(parser)`, `main(options)`, and SHORT where it has a short form:
-# the values of its options then.
+# Modules with `add_options(parser)` and `main(options)`. SHORT: the options of their short form.
 SECTIONS = ("convergence", "gpu", "kernels", "models", "plans", "runs")
-# What they found stands in docs/measured.md, each with the commit at which its command runs.
+# docs/measured.md has their results, each with the commit at which its command runs.
 CLOSED = ("rounding", "card", "experts", "checkpoint", "scaling", "two", "traffic", "records")
 CLOSED += ("sinks", "profile")
 
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _subject(section: str) -> str:
-    """Return the first sentence of a section's module, which is not imported for it."""
+    """Return the first sentence of a section's module without importing it."""
     source = Path(__file__).with_name(f"{section}.py").read_text("utf-8")
     first, _, _ = (ast.get_docstring(ast.parse(source)) or "").replace("\n", " ").partition(". ")
     return first.partition(";")[0].rstrip(".")

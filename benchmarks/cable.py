@@ -1,4 +1,4 @@
-"""Training over a cable between two nodes: seconds and bytes of a step, by the cable's counters.
+"""Train over a cable between two nodes; seconds and bytes of a step, by the cable's counters.
 
 The nodes are network namespaces of this machine with two ranks each. It needs Linux, root and
 iproute2, and is left out elsewhere.
@@ -28,7 +28,7 @@ from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
 
-RATE_BITS_PER_S = 250_000_000  # so that the cable bounds a step of so small a model
+RATE_BITS_PER_S = 250_000_000  # slow enough to bound a step of a small model
 SLOW_BITS_PER_S = 40_000_000
 _ROWS = 8  # of a step
 _UNCOUNTED = 2  # first steps, which also set things up
@@ -43,7 +43,7 @@ _MESHES: dict[str, dict[str, int]] = {
     "replicate=2": {"parallel.replicate": 2},
     "stages=2": {"parallel.stages": 2},
 }
-_SLOW = ("plain", "replicate=2", "stages=2")  # on the slow cable, too
+_SLOW = ("plain", "replicate=2", "stages=2")  # meshes that run on the slow cable, too
 _EXPERT = {"glm": {"parallel.expert": 2}, "llama": {}}
 _NAMES = NAMES | {
     "plain": "shardtune, one copy over both nodes",
@@ -66,9 +66,7 @@ def variants(options: Namespace) -> Iterable[tuple[str, ...]]:
 
 
 def measure(options: Namespace, family: str) -> dict[str, Any]:
-    """Run each side over a limited cable for a few steps, and for fewer: the rest of the bytes are
-    those of the steps between.
-    """
+    """Run each side over a limited cable, long and short: the difference is the counted steps."""
     quiet_libraries(is_main=False)
     model = options.work / f"cable-{family}"
     parameters = write_model(family, model)
@@ -78,9 +76,9 @@ def measure(options: Namespace, family: str) -> dict[str, Any]:
     sides: dict[str, list[Side]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in (*_MESHES, *_PEERS):
-        own = replace(job, more=_assignments(family, _MESHES.get(name, {})))
+        variant = replace(job, more=_assignments(family, _MESHES.get(name, {})))
         runs = [
-            _run(replace(own, steps=steps), name, options, RATE_BITS_PER_S)
+            _run(replace(variant, steps=steps), name, options, RATE_BITS_PER_S)
             for steps in (job.steps, _UNCOUNTED)
         ]
         sides[name] = [side for side, _ in runs[:1] if side]
@@ -91,7 +89,7 @@ def measure(options: Namespace, family: str) -> dict[str, Any]:
         received = max((a - b) / options.steps for a, b in zip(most, fewer, strict=True))
         rows[name] = {"seconds": _last_seconds(side), "losses": side.losses, "bytes": received}
         if name in _MESHES:
-            plan = _plan(own, name, RATE_BITS_PER_S, rate)
+            plan = _plan(variant, name, RATE_BITS_PER_S, rate)
             rows[name] |= {"planned_bytes": _between(plan), "floor_s": plan.floor_s}
     equal, _ = counted(sides, _REFERENCE, "float32")
     counts = {"family": family, "parameters": parameters, "steps": options.steps}
@@ -101,15 +99,16 @@ def measure(options: Namespace, family: str) -> dict[str, Any]:
 
 
 def _measure_slow(job: Job, family: str, options: Namespace) -> dict[str, Any]:
-    """Return what a slow cable adds to a step, and what the plan says that it adds."""
+    """Return seconds of a step without a limit, on a slow cable, and on the wire by the plan."""
     rows = {}
     for name in _SLOW:
-        own = replace(job, more=_assignments(family, _MESHES[name]))
-        (free, _), (slow, _) = (_run(own, name, options, rate) for rate in (0, SLOW_BITS_PER_S))
+        variant = replace(job, more=_assignments(family, _MESHES[name]))
+        rates = (0, SLOW_BITS_PER_S)
+        (free, _), (slow, _) = (_run(variant, name, options, rate) for rate in rates)
         if free and slow:
-            wire_s = _between(_plan(own, name, SLOW_BITS_PER_S)) * 8 * FRAMED / SLOW_BITS_PER_S
+            sent_bytes = _between(_plan(variant, name, SLOW_BITS_PER_S)) * FRAMED
             seconds = {"free": _last_seconds(free), "slow": _last_seconds(slow)}
-            rows[name] = seconds | {"wire_s": wire_s}
+            rows[name] = seconds | {"wire_s": sent_bytes * 8 / SLOW_BITS_PER_S}
     return rows
 
 
@@ -121,7 +120,7 @@ def _assignments(family: str, mesh: Mapping[str, int]) -> dict[str, int]:
 def _run(
     job: Job, name: str, options: Namespace, bits_per_s: int
 ) -> tuple[Side | None, Sequence[int]]:
-    """Return a run and the bytes that each node has received in it."""
+    """Return a run, and the bytes that each node received in it."""
     run = options.work / f"{job.model.name}-{name}-{job.steps}-{bits_per_s}"
     out = Path(f"{run}.cable.json")
     over = replace(job, launcher=over_cable(out, bits_per_s))
@@ -135,7 +134,7 @@ def _run(
 
 
 def _last_seconds(side: Side) -> list[float]:
-    """Return those of the counted steps; a side has none of its first step."""
+    """Return the seconds of the counted steps; a side has left out its first step."""
     return side.seconds[_UNCOUNTED - 1 :]
 
 

@@ -1,4 +1,4 @@
-"""How a model learns in each way of training.
+"""Compare how a model learns in each way of training.
 
 Fine-tunes SmolLM2 on the demo's chats with all weights, as replicas, in stages, with bfloat16
 weights and 8-bit moments, and with LoRA, and trains a tiny mixture of experts on one rank and with
@@ -31,8 +31,8 @@ from shardtune.report.read_run import read_run
 
 RESULTS = REPOSITORY / "benchmarks/convergence.json"
 PAGE = REPOSITORY / "benchmarks/CONVERGENCE.md"
-STEPS = 44  # so many as the demo takes on two ranks
-ROWS = 2  # of a step, as there
+STEPS = 44  # as the demo takes on two ranks
+ROWS = 2  # of a step, as in the demo
 _SHORT_FOLDER = REPOSITORY / "runs/convergence-short"
 SHORT = {
     "steps": 2,
@@ -53,7 +53,7 @@ Results = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A run, in the setting that it shows. `reference` names the run that it must equal."""
+    """A run and its settings. `reference`: the name of the run that it must equal."""
 
     shown: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def start(
 
 
 def read_results(run_dir: Path) -> dict[str, Any]:
-    """Return what a run shows, and its model."""
+    """Return the losses, perplexities and answers of a run."""
     record = read_run(run_dir)
     return {
         "losses": [entry["loss"] for entry in record.of_kind("step")],
@@ -154,9 +154,9 @@ def read_results(run_dir: Path) -> dict[str, Any]:
 
 
 def furthest(results: Results, name: str, steps: int | None = None) -> float:
-    """Return the largest relative difference of a loss of the first steps from the reference's."""
+    """Return the largest relative difference of the first losses from the reference's."""
     losses, expected = (
-        np.array(results[each]["losses"][:steps]) for each in (name, VARIANTS[name].reference)
+        np.array(results[run]["losses"][:steps]) for run in (name, VARIANTS[name].reference)
     )
     return float(np.abs(losses / expected - 1).max())
 
@@ -170,7 +170,7 @@ def _apart(results: Results, name: str) -> str:
 def charts(results: Results) -> list[Chart]:
     """Return the training losses of SmolLM2 and of the experts.
 
-    A run that equals another lies on it, so that each is dashed in its own way.
+    Equal curves would hide one another, so each has dashes of its own.
     """
     shown = []
     for is_tiny, subject in ((False, "SmolLM2"), (True, "tiny experts")):

@@ -1,6 +1,6 @@
-"""Whole runs on one pinned core, in seconds of the clock, the first step included.
+"""Time whole runs on one pinned core, the first step included.
 
-The chats have another seed than those of the other sections, so that nothing was tuned on them.
+No other section uses the seed of these chats, so nothing was tuned on them.
 """
 
 from __future__ import annotations

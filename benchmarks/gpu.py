@@ -97,14 +97,11 @@ def main(options: Namespace) -> None:
 
 
 class TooLarge(Exception):
-    """The GPU cannot hold the smallest slice that is like the shape; the message says how much
-    that takes.
-    """
+    """The GPU cannot hold the smallest slice of a shape; the message has the slice's size."""
 
 
 def write_model(options: Namespace, shape: str) -> tuple[Path, str]:
-    """Write a model directory with random weights and a tokenizer; return it and the number of its
-    layers in words.
+    """Write a model directory with random weights and a tokenizer; return it and its layers.
 
     Raises:
         TooLarge: the GPU has no room for one layer, or for the first layer with experts.
@@ -146,7 +143,7 @@ def measure(options: Namespace, shape: str, model: Path, layers: str, length: in
 
 
 def rows_of(start: str, work: Path, job: Job, runs: dict[str, list[Side]]) -> list[str]:
-    """Return a row for each side; a side that did unequal work has the reason."""
+    """Return a row for each side, with figures or with the reason why there are none."""
     names = (*_PEERS, *runs)
     reference = next((name for name in names if runs.get(name)), next(iter(runs)))  # a peer's
     equal, refused = counted(runs, reference, job.dtype)
@@ -167,5 +164,5 @@ def rows_of(start: str, work: Path, job: Job, runs: dict[str, list[Side]]) -> li
 def peak_flops(dtype: str) -> float | None:
     if torch.cuda.is_available():
         return published_peak(torch.cuda.get_device_name(), getattr(torch, dtype))
-    torch.set_num_threads(1)  # what the runs have
+    torch.set_num_threads(1)  # as in the runs
     return measure_matmul_rate(getattr(torch, dtype), seconds=0.3)

@@ -1,10 +1,10 @@
-"""The kernels, bytes and waits of one rank's step, counted without a GPU, and its time by them.
+"""Count the kernels, bytes and waits of one rank's step without a GPU, and compute its time.
 
 A rank of the real shape takes a step on a pretended GPU without contents (needs g++). A layer is
-the difference of two depths; it is one with experts where the model has them, in one micro-batch.
-With stages the rank is the first of the last stage: it has the head. Bytes are those of tensors
-that kernels read and write. shardtune/planner/arithmetic/roofline.py computes milliseconds and MFU,
-and the network between nodes is left out: no GPU has run this.
+the difference of two depths in one micro-batch, and has experts if the model has them. With stages
+the rank is the first of the last stage, which has the head. Bytes are of tensors that kernels read
+and write. shardtune/planner/arithmetic/roofline.py computes milliseconds and MFU, without the
+network between nodes and without a measurement on a GPU.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def main(options: Namespace) -> None:
 
 @dataclass
 class StepCount:
-    """The parts of one rank's step, and what the whole model computes in it."""
+    """The parts of one rank's step, its FLOPs, and the order of its kernels."""
 
     parts: dict[str, Part]
-    flops_of_rank: float  # that MFU counts
+    flops_of_rank: float  # as MFU counts them
     bubble: float
     trace: list[str]
 
@@ -138,14 +138,14 @@ class StepCount:
             yield f"Computed for {gpu.name}: {rates[0]}{bubble}; FlashAttention 3: {rates[1]}"
 
     def table(self) -> Iterator[str]:
-        """Yield the lines of a table in Markdown, and what follows from it."""
+        """Yield the lines of a table in Markdown, then step times and the order of kernels."""
         yield "| part | kernels | GB | waits | products, attention, copies, all else: GB | ms |"
         yield "|---|---|---|---|---|---|"
         for name, part in self.parts.items():
             counts = (field.split()[0] for field in part.counts())
             attention = Kind.ATTENTION, Kind.ATTENTION_BACKWARD
             kinds = ((Kind.PRODUCT,), attention, (Kind.COPY,), (Kind.OTHER,))
-            sizes = ", ".join(part.gb(*each) for each in kinds)
+            sizes = ", ".join(part.gb(*kind) for kind in kinds)
             times = ", ".join(f"{part.ms(gpu)}" for gpu in GPUS)
             yield f"| {' | '.join([name, *counts, sizes, times])} |"
         yield ""
@@ -186,21 +186,21 @@ def measure(options: Namespace) -> StepCount:
     stages, micro_batches = plan.layout.stages, plan.layout.micro_batches
     with fake_world(plan.layout, machine.ranks_per_node) as world:
         whole = whole_on_meta(config, model_config, world)
-    own = layers_of_stages(whole, stages)[-1]
-    kinds = layer_kinds(whole)[own.start : own.stop]
+    layers = layers_of_stages(whole, stages)[-1]
+    kinds = layer_kinds(whole)[layers.start : layers.stop]
     if not (lengths := cuts(kinds)):
         raise UserError(
             f"a stage of {len(kinds)} layers is too short to take the difference of two depths "
             "- give a deeper model"
         )
-    settings = [each for each in options.assignments if not each.startswith("model.path=")]
+    settings = [key for key in options.assignments if not key.startswith("model.path=")]
     (short, _), (long, trace) = (
         _count(
             options.config,
-            with_layers(model_config, own.start + n),
+            with_layers(model_config, layers.start + n),
             plan,
             _policy(plan, kinds, n),
-            range(own.start, own.start + n),
+            range(layers.start, layers.start + n),
             given + settings,
         )
         for n in lengths
@@ -224,13 +224,10 @@ def measure(options: Namespace) -> StepCount:
 
 
 def _policy(plan: Plan, kinds: Sequence[Hashable], layers: int) -> ReshardPolicy:
-    """Return what the last stage keeps gathered, for as few layers: the memory of all decides.
-
-    Where some layers or experts alone are kept, none count as kept.
-    """
+    """Return the last stage's policy for a model of `layers` layers, which keeps all or none."""
     experts = sum("experts" in repr(kind) for kind in kinds) * (plan.layout.expert > 1)
     kept = plan.kept_groups[-1]
-    if kept > len(kinds):  # what stands around the layers comes first, and experts come last
+    if kept > len(kinds):  # the groups are the root, then the layers, and last the experts
         kept = 1 + layers + (layers if kept == 1 + len(kinds) + experts else 0)
     else:
         kept = 0

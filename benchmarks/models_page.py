@@ -1,4 +1,4 @@
-"""Write docs/models.csv, and the counts in docs/models.md, from what `models` and `runs` found."""
+"""Write docs/models.csv, and counts in docs/models.md, from results of `models` and `runs`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distTest.workloads.script import REPOSITORY
 PAGE, TABLE = REPOSITORY / "docs/models.md", REPOSITORY / "docs/models.csv"
 RESULTS = REPOSITORY / "benchmarks/models.json"
 RUNS = REPOSITORY / "benchmarks/runs.json"
-LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
+LENGTHS = (5, 1, 23, 12, 40)  # of documents in tokens; the windows of tiny models have 8
 Row = dict[str, Any]
 _MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
 _COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "experts spread"]
 _COLUMNS += ["rows shared", "MFU", "LoRA", "causes"]
 _RUNS = ("1 rank", "2 ranks", "2 stages", "experts spread", "rows shared")
-EXACT = 1e-6  # distance of a loss or a norm
+EXACT = 1e-6  # the largest distance of a loss or a norm that is rounding alone
 _ROWS = {
     "flat": "flat",
     "by layer": "flat, by layer",
@@ -48,22 +48,23 @@ _LEFT_OUT = {
 
 def write_page() -> None:
     """Write the table and the counts again from the files of results."""
-    found, runs = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RUNS))
-    PAGE.write_text(with_counts(PAGE.read_text("utf-8"), found, runs), encoding="utf-8")
-    TABLE.write_text(as_csv(found, runs), encoding="utf-8")
+    results, runs = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RUNS))
+    PAGE.write_text(with_counts(PAGE.read_text("utf-8"), results, runs), encoding="utf-8")
+    TABLE.write_text(as_csv(results, runs), encoding="utf-8")
 
 
-def with_counts(text: str, found: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
+def with_counts(text: str, results: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
     """Return the page with the counts of these results between its markers."""
     begin, end = _MARKERS
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    tried = {kind: row for kind, row in found.items() if "rows" in row}
+    tried = {kind: row for kind, row in results.items() if "rows" in row}
     rows = Counter(row["rows"] for row in tried.values())
     worst = max(row["gradients off"] for row in tried.values())
     counts = (
-        f"transformers {transformers.__version__} opens {len(found)} model types for text. A tiny "
-        f"model that predicts each token from the earlier ones could be built of {len(tried)}: "
+        f"transformers {transformers.__version__} opens {len(results)} model types for text. A "
+        "tiny model that predicts each token from the earlier ones could be built of "
+        f"{len(tried)}: "
         f"{rows['flat']} attend in flat rows, {rows['by layer']} in flat rows with one call of "
         f"each attention layer per document, {rows['under a mask']} under a mask, and "
         f"{rows['padded']} cannot be packed. The gradients of one step over documents of "
@@ -75,12 +76,12 @@ def with_counts(text: str, found: Mapping[str, Row], runs: Mapping[str, Row]) ->
     return f"{before}{begin}\n\n{counts}\n\n{end}{after}"
 
 
-def as_csv(found: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
+def as_csv(results: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
     """Return the table, a line for each model type."""
     file = io.StringIO()
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(_COLUMNS)
-    for kind, row in found.items():
+    for kind, row in results.items():
         if "rows" in row:
             lines.writerow(_table_row(kind, row, runs.get(kind, {})))
         for what in _LEFT_OUT.keys() & row.keys():
@@ -95,10 +96,10 @@ def _table_row(kind: str, row: Row, runs: Row) -> list[str]:
     if row["rows"] == "flat":
         causes = causes[1:]
     if not row["experts"]:
-        causes = [each for each in causes if each[0] != "spread"]
+        causes = [cause for cause in causes if cause[0] != "spread"]
     said = [f"{_TITLES[name]}: {_words(text, kind)}" for name, text in causes if text != "yes"]
     marks = ["yes" if row[name] == "yes" else "no" for name in ("mfu", "lora")]
-    ended = {name: each for name, each in runs.items() if isinstance(each, str)}
+    ended = {name: run for name, run in runs.items() if isinstance(run, str)}
     said += [f"{name}: {_words(text, kind)}" for name, text in ended.items()]
     offs = {ranks: distance_of(runs, ranks) for ranks in _RUNS}
     if max(off or 0.0 for off in offs.values()) > EXACT and runs["rounding"]:
@@ -110,16 +111,16 @@ def _table_row(kind: str, row: Row, runs: Row) -> list[str]:
 
 
 def _worst(runs: Mapping[str, Row], what: str) -> str:
-    found = (each for row in runs.values() for each in row.values() if isinstance(each, dict))
-    return f"{max((each[what] for each in found), default=0.0):.0e}"
+    distances = (run for row in runs.values() for run in row.values() if isinstance(run, dict))
+    return f"{max((distance[what] for distance in distances), default=0.0):.0e}"
 
 
 def distance_of(runs: Row, ranks: str) -> float | None:
     """Return the largest distance of losses and norms on these ranks; None if a run is missing."""
-    found = [each for name, each in runs.items() if name.endswith(ranks)]
-    if not found or any(isinstance(each, str) for each in found):
+    distances = [run for name, run in runs.items() if name.endswith(ranks)]
+    if not distances or any(isinstance(run, str) for run in distances):
         return None
-    return max(max(each["loss"], each["norm"]) for each in found)
+    return max(max(run["loss"], run["norm"]) for run in distances)
 
 
 def _cause(attention: str) -> str:

@@ -1,4 +1,4 @@
-"""Every side in turn on one pinned core, one optimizer step after the other."""
+"""Time the optimizer steps of every side in turn, on one pinned core."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from distTest.workloads.chats import write_chats
 from shardtune.model.flops import ModelFlops, count_flops, measure_matmul_rate
 
 _REFERENCE = "hf_trainer"
-# Matmul rates around two runs that differ by more, relative, mean that they did not have the same
-# core.
+# If matmul rates before and after runs differ by more than this share, the core was not the same.
 _STEADY = 0.1
 _MEMORY = (
     "shardtune takes more memory than batches of single chats, because it keeps the activations of "
@@ -105,7 +104,7 @@ def trained_tokens_per_s(sides: Iterable[Side]) -> list[float]:
 
 
 def matmul_rate(cores: list[int], dtype: str) -> float:
-    """FLOP/s of one thread on these cores, measured as a run itself does it."""
+    """Return the FLOP/s of one thread on these cores, measured as a run measures them."""
     allowed_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     measure_matmul_rate(getattr(torch, dtype), 0)
@@ -158,9 +157,9 @@ def _row(name: str, rows: dict[str, Any], took: dict[str, list[float]]) -> str:
     if "ours" in rows and took:
         ratio = f"{median(took[name]) / median(took['ours']):.2f} x"
     elif "ours" in rows:
-        ours, other = (median(rows[each]["trained_tokens_per_s"]) for each in ("ours", name))
+        ours, other = (median(rows[side]["trained_tokens_per_s"]) for side in ("ours", name))
         ratio, middle = f"{ours / other:.2f} x", median(gflops(rows.values()))
-        if any(unsteady_runs(rows[each], middle) for each in ("ours", name)):
+        if any(unsteady_runs(rows[side], middle) for side in ("ours", name)):
             ratio += " (unsteady core)"
     waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
     shares = [100 * share for share in row["share_of_matmul_rate"]]
@@ -173,7 +172,7 @@ def _row(name: str, rows: dict[str, Any], took: dict[str, list[float]]) -> str:
 
 
 def cpu_seconds_of_step(rows: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Return them by side, or nothing for figures of a time at which they were not measured."""
+    """Return CPU seconds by side, or nothing for older results, which lack them."""
     measured = {name: row["cpu_seconds"] for name, row in rows.items() if row.get("cpu_seconds")}
     return measured if len(measured) == len(rows) else {}
 
@@ -183,9 +182,7 @@ def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[float]]]:
-    """Return the runs whose rates, in GFLOP/s, differ from one another or from the median of all
-    runs.
-    """
+    """Return runs whose rates, in GFLOP/s, differ from one another or from `middle`, the median."""
     around = enumerate([[rate / 1e9 for rate in rates] for rates in row["rates"]], start=1)
     return [
         (number, rates)
@@ -195,9 +192,7 @@ def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[fl
 
 
 def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
-    """Describe the matmul rates around the runs, and name the runs that did not have the same
-    core.
-    """
+    """Describe the matmul rates around the runs, and name the runs with another core."""
     middle = median(gflops(rows.values()))
     limit = 1e9 * middle * counts["trained_tokens"] / counts["flops"]
     said = [

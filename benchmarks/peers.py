@@ -1,5 +1,4 @@
-"""Run one training of a peer, through its public API and at its best setting, in the peers'
-environment.
+"""Train once with a peer, by its public API at its best setting, in the peers' environment.
 
 python -m benchmarks.peers OPTIONS RESULT.json, the options as `sides.Job.run` writes them
 
@@ -40,9 +39,7 @@ WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one ste
 
 
 class Watch(TrainerCallback):
-    """The ends of the optimizer steps, in seconds of the clock and of the CPU, and what the trainer
-    logs of each.
-    """
+    """Notes the ends of optimizer steps, by clock and CPU, and their losses."""
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -79,7 +76,7 @@ def main() -> None:
     result = {
         "losses": watch.losses,
         "first_s": watch.ends[0] - watch.began,
-        # Of the second step and those after it: the first also sets things up.
+        # Without the first step, which also sets things up.
         "seconds": differences(watch.ends),
         "cpu_seconds": differences(watch.cpu_ends),
         "attention": trainer.model.config._attn_implementation,
@@ -89,13 +86,13 @@ def main() -> None:
     if dist.is_initialized():
         per_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, {**counts, "memory_bytes": result["memory_bytes"]})
-        result |= {key: sum(each[key] for each in per_rank) for key in counts}
-        result["memory_bytes"] = max(each["memory_bytes"] for each in per_rank)
+        result |= {key: sum(rank[key] for rank in per_rank) for key in counts}
+        result["memory_bytes"] = max(rank["memory_bytes"] for rank in per_rank)
     if not dist.is_initialized() or dist.get_rank() == 0:
         out.write_text(json.dumps(result), encoding="utf-8")
     if dist.is_initialized():
         dist.barrier()
-        os._exit(0)  # gloo's threads abort a process that ends in the ordinary way
+        os._exit(0)  # gloo's threads abort a process that exits normally
 
 
 def differences(ends: list[float]) -> list[float]:
@@ -143,7 +140,7 @@ def build(
             processing_class=tokenizer,
             callbacks=[watch],
         )
-    # The least padding that it can have.
+    # Grouping by length gives the least padding.
     settings = TrainingArguments(**shared, train_sampling_strategy="group_by_length")
     tokenized = [tokenize(record, tokenizer, options.max_length) for record in records]
     return Trainer(
@@ -162,7 +159,7 @@ def load(options: Namespace, is_sharded: bool = False) -> Any:
     if is_sharded:
         from transformers.distributed import DistributedConfig
 
-        ranks = dist.get_world_size()  # the arguments have joined it
+        ranks = dist.get_world_size()  # TrainingArguments has joined the group
         more["distributed_config"] = DistributedConfig(fsdp_size=ranks)
     return AutoModelForCausalLM.from_pretrained(
         options.model, dtype=torch.float32, attn_implementation=implementation, **more
@@ -187,17 +184,16 @@ def tokenize(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
 
 
 def peak_bytes() -> int:
-    """Return the peak of the GPU or of this process, by the counter that shardtune reads:
-    ru_maxrss is inherited from the starting process.
-    """
+    """Return the peak of the GPU or of this process, by the counter that shardtune reads."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    # Not ru_maxrss, which a process inherits from the one that started it.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def count_tokens(trainer: Any, side: str) -> dict[str, int]:
-    """Count the tokens of one step of this rank, in its batches."""
+    """Count the tokens in the batches of one step of this rank."""
     counts = {"tokens": 0, "trained_tokens": 0, "computed_tokens": 0, "head_rows": 0}
     for batch in trainer.get_train_dataloader():
         mask = batch.get("attention_mask")
@@ -205,7 +201,7 @@ def count_tokens(trainer: Any, side: str) -> dict[str, int]:
         counts["tokens"] += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
         trained = int((batch["labels"][:, 1:] != -100).sum())
         counts["trained_tokens"] += trained
-        # TRL scores only trained positions where it has its kernel, and all of them elsewhere.
+        # On a GPU TRL's kernel scores trained positions alone; without it TRL scores all.
         is_compact = side.startswith("trl") and torch.cuda.is_available()
         counts["head_rows"] += trained if is_compact else batch["input_ids"].numel()
     return counts

@@ -1,11 +1,10 @@
-"""The plans and verdicts in docs/planner.md, planner-method.md and long-rows.md, computed again and
-written in place.
+"""Write the plans and verdicts in docs/planner.md, planner-method.md and long-rows.md anew.
 
-Behind a line `<!-- plan --gpu-memory 80 key=value ... -->` stands what `shardtune plan` prints for
-config.yaml with these options, without changes that would help. Behind `<!-- plans -->` stands a
-table, whose rows name such options in their first column. Behind `<!-- verdicts -->` stands one
-whose first three columns, model, machine and settings, are the question. Behind `<!-- team ... -->`
-stands the table of what a team can train, with these arguments of `shardtune plan`.
+After `<!-- plan OPTIONS -->` come the lines of `shardtune plan` for config.yaml with these options,
+without changes that would help. After `<!-- plans -->` comes a table whose first column has such
+options. After `<!-- verdicts -->` comes a table whose first three columns, model, machine and
+settings, are the question. After `<!-- team ARGUMENTS -->` comes the table that `shardtune plan`
+prints with these arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TEAM = re.compile(r"(<!-- team (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TABLE = r"(<!-- {} -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)"
 PLANS, VERDICTS = (re.compile(_TABLE.format(name)) for name in ("plans", "verdicts"))
-# Every verdict is of the defaults of other keys, and of InfiniBand of 400 Gb/s a node.
+# All verdicts have defaults of other keys, and InfiniBand of 400 Gb/s a node.
 _COMMON = (
     "--config /dev/null --nic-gbps 400 data.train=unread data.max_length=4096 "
     "train.gradient_accumulation_steps=2"
@@ -46,7 +45,7 @@ _COMMON = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add none."""
+    """Add no options."""
 
 
 def main(_: Namespace) -> None:
@@ -76,7 +75,7 @@ def block(options: str) -> str:
 
 
 def team_of(arguments: str) -> str:
-    """Return the table of what a team can train."""
+    """Return the table of `shardtune plan` for a model on several numbers of nodes."""
     parser = ArgumentParser()
     add_plan_arguments(parser)
     model, *options = shlex.split(arguments)
@@ -122,7 +121,7 @@ def plan_of(options: str, planned: Callable[..., Plan] = make_plan) -> Plan:
     given = parser.parse_intermixed_args(["--config", "config.yaml", *shlex.split(options)])
     quiet_libraries(is_main=False)
     before = [f"model.path={CONFIGS}/glm-4.5-air", "model.compute_dtype=bfloat16"]
-    before.append("run.dir=none")  # whose preflight would give other rates
+    before.append("run.dir=none")  # a real one may have a preflight's rates
     config = load_config(REPOSITORY / given.config, [*before, *given.assignments], {})
     machine = machine_of(given, config)
     without_weights = config.model.model_copy(update={"init": "random"})

@@ -1,9 +1,9 @@
-"""How far runs of a tiny model of each architecture are from a plain loop, in docs/models.csv.
+"""Compare runs of a tiny model of each architecture with a plain loop, for docs/models.csv.
 
-Each is trained by train_fsdp.py for three steps: on one rank, on two and in two stages, packed and
-not, and packed with experts spread over two ranks, and on two that share each row. The loop takes
-one document at a time and shares no code with the product. Writes benchmarks/runs.json and the
-tables of the page, about half an hour on two cores.
+train_fsdp.py trains each model for three steps: packed and not, on one rank, on two ranks and in
+two stages; and packed with experts spread over two ranks, and with two ranks that share each row.
+The loop takes one document at a time and shares no code with the product. Writes
+benchmarks/runs.json and the tables of the page, in half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -69,34 +69,34 @@ def add_options(parser: ArgumentParser) -> None:
 def main(options: Namespace) -> None:
     rows: dict[str, Row] = json.loads(RESULTS.read_text("utf-8"))
     tried = [kind for kind, row in rows.items() if "rows" in row]
-    found = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}
+    results = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}
     kinds = options.only or tried
     with ThreadPoolExecutor(2) as pool:
         distances = pool.map(lambda kind: distances_of(kind, runs_of(rows[kind])), kinds)
         for kind, row in zip(kinds, distances, strict=True):
-            found[kind] = row
+            results[kind] = row
             print(kind, json.dumps(row), flush=True)
-            ordered = {kind: found[kind] for kind in tried if kind in found}
+            ordered = {kind: results[kind] for kind in tried if kind in results}
             RUNS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     write_page()
 
 
 def distances_of(kind: str, names: Sequence[str]) -> Row:
-    """Return how far these runs of an architecture are from the loop, or the words of their end."""
+    """Return the distance of each run of an architecture from the loop, or the run's error."""
     import train_fsdp  # noqa: F401, for the forks
 
     torch.set_num_threads(1)  # a fork has no other threads
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
+        out = Path(folder) / "distances.json"
         log = Path(folder) / "loop.log"
-        _in_fork(log, 6 * _SECONDS, lambda: _write_distances(kind, names, Path(folder), found))
-        if not found.exists():
+        _in_fork(log, 6 * _SECONDS, lambda: _write_distances(kind, names, Path(folder), out))
+        if not out.exists():
             return {"loop": f"ends with {log.read_text('utf-8').splitlines()[-1]}"}
-        return dict(json.loads(found.read_text("utf-8")))
+        return dict(json.loads(out.read_text("utf-8")))
 
 
-def _write_distances(kind: str, names: Sequence[str], folder: Path, found: Path) -> None:
+def _write_distances(kind: str, names: Sequence[str], folder: Path, out: Path) -> None:
     quiet_libraries(is_main=False)
     os.environ["SHARDTUNE_CACHE"] = str(folder / "cache")
     torch.manual_seed(0)
@@ -112,15 +112,15 @@ def _write_distances(kind: str, names: Sequence[str], folder: Path, found: Path)
     for name in names:
         ranks, settings = SETTINGS[name]
         if not model.supports_gradient_checkpointing:
-            settings = tuple(each for each in settings if each not in (_SELECTIVE, _FULL))
+            settings = tuple(key for key in settings if key not in (_SELECTIVE, _FULL))
         run_dir = folder / name.replace(", ", "-").replace(" ", "-")
         problem = train(folder / "model", run_dir, ranks, settings)
         distances[name] = problem or _distance(run_dir, expected, folder / "expected")
-        found.write_text(json.dumps(distances), encoding="utf-8")
+        out.write_text(json.dumps(distances), encoding="utf-8")
 
 
 def runs_of(row: Row) -> list[str]:
-    """Return the runs that an architecture has, given its row of the table."""
+    """Return the names of the runs that an architecture with this row of the table can take."""
     ways = ("packed", "unpacked") if row["rows"] != "padded" else ("unpacked",)
     meshes = {
         "stages": [f"{way}, 2 stages" for way in ways],
@@ -132,10 +132,8 @@ def runs_of(row: Row) -> list[str]:
 
 
 def documents() -> list[tuple[list[int], int]]:
-    """Return the tokens of each document, and how many of them are its prompt's.
-
-    From one token to 40 are trained, so that no average hides a wrong weight.
-    """
+    """Return the tokens of each document, and the number of tokens in its prompt."""
+    # From one token to 40 are trained, so that no average hides a wrong weight of a document.
     source = random.Random(3)
     sizes = [(3, 1), (20, 1), (1, 4), (9, 40), (30, 9), (2, 2), (44, 3), (5, 17), (12, 1), (6, 25)]
     return [
@@ -153,7 +151,7 @@ def write_data(path: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer whose every token is a letter, by whatever class a family reads it."""
+    """Save a tokenizer whose tokens are letters, whatever class reads it."""
     names = {letter: _FIRST + i for i, letter in enumerate(_LETTERS)}
     backend = Tokenizer(BPE(names | {"<s>": 0, "</s>": _EOS, "<pad>": 2}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -185,9 +183,9 @@ def plain_training(model: PreTrainedModel) -> Losses:
 
 
 def _rounding(model: PreTrainedModel) -> float | None:
-    """Return how far the loop in float32 is from itself in float64, in losses and norms.
+    """Return the distance of losses and norms of the loop in float32 from those in float64.
 
-    That is with transformers' usual attention or its eager one, whichever is farther.
+    Take the larger one of transformers' usual and eager attention.
     """
     try:
         exact = plain_training(copy.deepcopy(model).double())
@@ -200,7 +198,7 @@ def _rounding(model: PreTrainedModel) -> float | None:
 
 
 def train(model: Path, run_dir: Path, ranks: int, settings: Sequence[str]) -> str | None:
-    """Run train_fsdp.py on so many forks of this process; return how it failed, or None."""
+    """Run train_fsdp.py on `ranks` forks of this process; return how it failed, or None."""
     given = {
         "model.path": model,
         "data.train": model.parent / "data.jsonl",
@@ -271,7 +269,7 @@ def _distance(run_dir: Path, expected: Losses, trained: Path) -> Row | str:
     exported, stored = dict(_tensors(run_dir / "model")), dict(_tensors(trained))
     if names := exported.keys() ^ stored.keys():
         return f"exports other tensors: {', '.join(sorted(names)[:3])}"
-    # Where a weight is small, as a bias is that began at 0, the unit is what steps may change.
+    # A small weight, such as a bias that began at 0, is relative to the most that steps may change.
     weights = _largest(
         _norm(exported[name] - tensor) / max(_norm(tensor), STEPS * _LR * tensor.numel() ** 0.5)
         for name, tensor in stored.items()
@@ -284,10 +282,10 @@ def _largest(numbers: Iterable[float]) -> float:
     return float(torch.tensor(list(numbers), dtype=torch.float64).max())  # NaN, if there is one
 
 
-def relative(found: Losses, expected: Losses) -> dict[str, float]:
+def relative(losses: Losses, expected: Losses) -> dict[str, float]:
     return {
         name: _largest(abs(a / b - 1) for a, b in zip(*pair, strict=True))
-        for name, pair in zip(("loss", "norm"), zip(found, expected, strict=True), strict=True)
+        for name, pair in zip(("loss", "norm"), zip(losses, expected, strict=True), strict=True)
     }
 
 

@@ -1,4 +1,4 @@
-"""Runs of either side, their measurements, and the gate before any figure."""
+"""Run shardtune or a peer, and refuse figures unless both did the same work."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from distTest.workloads.wrapped import CPU_LABEL
 from shardtune.report.read_run import RunRecord, read_run
 
 FAILED: list[str] = []  # one reason for each measurement of this process that failed
-# A loss must change by so many tolerances: a side that stays within one tolerance has then made the
-# same updates.
+# A loss must change by this many tolerances, so that near losses show equal updates.
 _MOVES = 10
-# Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep
-# float32 between layers.
+# Relative, of losses. In float32 sides differ by 1e-6, in bfloat16 by 9e-4: some keep float32
+# between layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 # Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
 LR = 3e-4
@@ -39,7 +38,7 @@ NAMES = {
     "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
     "trl_fsdp": "transformers' distributed_config (TRL's SFTTrainer)",
 }
-_BATCH_SIZES = {"trl_padded": 4, "hf_padded": 8}  # of the others 1: no padding
+_BATCH_SIZES = {"trl_padded": 4, "hf_padded": 8}  # other peers take 1, without padding
 
 
 class Unequal(Exception):
@@ -48,30 +47,23 @@ class Unequal(Exception):
 
 @dataclass
 class Side:
-    """One run: the `seconds` of its steps from the second one on; counts are those of one step
-    over all ranks.
-    """
+    """The figures of one run. Counts are of one step on all ranks."""
 
     losses: list[float]
     first_s: float  # of the first step, which also sets things up, since the loop began
-    seconds: list[float]
+    seconds: list[float]  # of each step but the first
     memory_bytes: int  # the largest of any rank
     tokens: int  # real ones
     trained_tokens: int
     computed_tokens: int  # padding included
     head_rows: int | None = None  # where they were counted
     attention: str = ""
-    # The part of these seconds for which the rank that waited most waited for its batches.
-    data_share: float | None = None
+    data_share: float | None = None  # of `seconds`, on the rank that waited most for batches
     cpu_seconds: list[float] = field(default_factory=list)  # of the process, in these steps
 
 
 def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
-    """The gate: the same tokens, the same trained ones, and the same loss at every step.
-
-    Raises:
-        Unequal: not so, or one of them has taken no step that could be compared.
-    """
+    """Raise Unequal unless tokens, trained tokens and the loss of every step are equal."""
     for name in ("tokens", "trained_tokens"):
         count, expected = getattr(side, name), getattr(reference, name)
         if count != expected:
@@ -82,7 +74,7 @@ def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
 def require_equal_losses(
     losses: Sequence[float], reference: Sequence[float], tolerance: float
 ) -> None:
-    """Raises Unequal where a step's losses differ, or there are none."""
+    """Raise Unequal if a step's losses differ, or if there are none."""
     if len(losses) != len(reference) or not losses:
         raise Unequal(f"{len(losses)} and {len(reference)} steps have a loss")
     for step, (loss, expected) in enumerate(zip(losses, reference, strict=True), start=1):
@@ -91,9 +83,7 @@ def require_equal_losses(
 
 
 def require_moving_loss(side: Side, tolerance: float) -> None:
-    """Raises Unequal where the first and the last loss of a run are so near that equal losses
-    would say nothing.
-    """
+    """Raise Unequal if a run's loss moves so little that equal losses would show nothing."""
     first, last = side.losses[0], side.losses[-1]
     if not abs(first - last) > _MOVES * tolerance * abs(first):
         raise Unequal(
@@ -104,9 +94,9 @@ def require_moving_loss(side: Side, tolerance: float) -> None:
 def gated(
     runs: dict[str, list[Side]], reference: str, tolerance: float
 ) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """Return the sides whose every run did the reference's work, and why the others did not.
+    """Return the sides whose runs all did the reference's work, and why other sides did not.
 
-    Where the reference's loss moves too little to tell, no side passes.
+    If the reference's loss moves too little, no side passes.
     """
     equal: dict[str, list[Side]] = {}
     refused: dict[str, str] = {}
@@ -116,7 +106,7 @@ def gated(
     except Unequal as difference:
         return {}, dict.fromkeys(runs, str(difference))
     for name, sides in runs.items():
-        if missing := next((each for each in (name, reference) if not runs.get(each)), None):
+        if missing := next((side for side in (name, reference) if not runs.get(side)), None):
             refused[name] = f"{missing} did not run to its end"
             continue
         try:
@@ -131,25 +121,21 @@ def gated(
 def counted(
     runs: dict[str, list[Side]], reference: str, dtype: str
 ) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """Return what `gated` does, and record why sides have no figure."""
+    """Do as `gated`, and record in FAILED why sides have no figure."""
     equal, refused = gated(runs, reference, TOLERANCE[dtype])
     FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
     return equal, refused
 
 
 def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield the round and the side of each run, rotated so that no side always follows the same
-    other one.
-    """
+    """Yield the round and the side of each run; each round begins with another side."""
     for turn in range(rounds):
         first = turn % len(sides)
         yield from ((turn, side) for side in (*sides[first:], *sides[:first]))
 
 
 def run_pinned(command: Sequence[Any], log: Path, cores: Sequence[int] | None = None) -> bool:
-    """Run a command on these cores, one thread a process, its output in `log`; return whether it
-    ended well.
-    """
+    """Run a command on these cores, one thread a process, with output in `log`; return success."""
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         try:
@@ -194,7 +180,7 @@ class Job:
     launcher: Sequence[Any] = ()  # the beginning of a command that runs another one
 
     def settings(self) -> dict[str, Any]:
-        """Return the assignments of shardtune, the run's own directory left out."""
+        """Return the assignments of shardtune, without the run's directory."""
         return {
             "model.path": self.model,
             "model.compute_dtype": self.dtype,
@@ -222,9 +208,9 @@ class Job:
         ranks: int = 1,
         cores: Sequence[int] | None = None,
     ) -> Side | None:
-        """Run train_fsdp.py as users do, without an export; return None where it failed.
+        """Run train_fsdp.py as users do, but leave no model; return None if it failed.
 
-        Its output is in a `.log` beside its directory, from which the checkpoints are removed.
+        The output is in a `.log` beside `run_dir`.
         """
         settings = {"run.dir": run_dir, "run.resume": "never", "export.final": False}
         command = train_command(settings | self.settings(), ways=ways, ranks=ranks)
@@ -242,9 +228,9 @@ class Job:
         ranks: int = 1,
         cores: Sequence[int] | None = None,
     ) -> Side | None:
-        """Run a side: ours, or peers.py in its own environment; return None where it failed.
+        """Run shardtune, or peers.py in the peers' environment; return None if it failed.
 
-        `run` is the path of its files, without their suffixes. `ways` are ours.
+        `run`: the path of the run's files, without suffixes. `ways`: of shardtune alone.
         """
         if side == "ours":
             return self.run_ours(run, ways=ways, ranks=ranks, cores=cores)
@@ -291,10 +277,10 @@ def side_of(record: RunRecord) -> Side:
 
 
 def lines_behind(label: str, log: Sequence[str]) -> Iterator[str]:
-    """Yield the lines that begin with a label, without it."""
+    """Yield the rest of the lines that begin with a label."""
     return (line.removeprefix(label) for line in log if line.startswith(label))
 
 
 def differences(ends: Sequence[float]) -> list[float]:
-    """Return how long each step took, of all but the first."""
+    """Return the seconds of each step but the first."""
     return [end - start for start, end in pairwise(ends)]

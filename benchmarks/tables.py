@@ -10,7 +10,7 @@ from benchmarks.sides import TOLERANCE
 
 
 def table(header: str, rows: Sequence[str]) -> list[str]:
-    """Return the lines of a table, and an empty one behind them."""
+    """Return the lines of a table, and an empty line."""
     return [header, "|---" * (header.count("|") - 1) + "|", *rows, ""]
 
 
@@ -27,7 +27,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def describe_count(rounds: int, steps: int) -> str:
-    """Say how many figures each median has; `steps` are those that count."""
+    """Say how many figures each median has. `steps`: the counted steps of a run."""
     turns = "" if rounds > 1 else ", one round only, so that no side had its turn twice"
     return (
         f"Medians (smallest to largest) of {rounds * steps} figures a side: {rounds} x "

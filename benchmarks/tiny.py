@@ -1,7 +1,7 @@
 """Build a tiny model of any architecture of transformers from its default configuration.
 
-Widths become small, and of the layers the first of each kind is left, so that windows, states and
-experts stay. What does not follow from names stands in `_OF_KIND`.
+Widths become small, and the first layer of each kind stays, so that windows, states and experts
+stay, too. `_OF_KIND` has the settings that do not follow from names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 VOCABULARY = 160
 _HEADS, _KEY_HEADS, _WIDTH = 4, 2, 8
 WINDOW = 8  # narrower than the longest document
-# Of a setting's name the size that it gets, where it is larger; the first that fits counts.
+# The largest value of a setting whose name matches; the first match counts.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"(.*_)?vocab_size.*", VOCABULARY),
     (r"n_group|topk_group|num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_modules", 1),
@@ -51,7 +51,7 @@ _VOCABULARY_MAP = {"<image>": 150, "IMGIMGAZ": 152, "<|extra_200|>": 151}
 _IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _IMAGES = {"rope_parameters": _IMAGE_ROPE}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
-# What names do not say: settings of the text, or, behind a dot, of another part.
+# Settings that do not follow from names, by type of model.
 _OF_KIND: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -136,7 +136,7 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 
 
 def _narrow(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a configuration with small sizes, those within it included."""
+    """Return the settings of a configuration, and of those within it, with small sizes."""
     given = {}
     for name, value in values.items():
         section = vars(config).get(name)
@@ -154,16 +154,16 @@ def _narrow(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _shorten_rope(given: dict[str, Any]) -> None:
-    """Divide the fewer frequencies of a rope among the axes of an image, as more were."""
+    """Divide the frequencies of a rope, which has fewer now, among the axes of an image."""
     rope = given.get("rope_parameters") or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if not isinstance(each.get("mrope_section"), list):
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if not isinstance(part.get("mrope_section"), list):
             continue
         width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
-        frequencies = int(width * each.get("partial_rotary_factor", 1)) // 2
-        others = len(each["mrope_section"]) - 1
-        part = frequencies // (others + 1)
-        each["mrope_section"] = [frequencies - part * others] + [part] * others
+        frequencies = int(width * part.get("partial_rotary_factor", 1)) // 2
+        others = len(part["mrope_section"]) - 1
+        share = frequencies // (others + 1)
+        part["mrope_section"] = [frequencies - share * others] + [share] * others
 
 
 def _sized(name: str, value: Any) -> Any:
@@ -177,12 +177,12 @@ def _sized(name: str, value: Any) -> Any:
     if size is None:
         return value
     if isinstance(value, list):
-        return [_sized(name, each) for each in value]
+        return [_sized(name, element) for element in value]
     return min(size, value) if type(value) is int else value
 
 
 def _token(name: str, value: Any) -> Any:
-    """Return the id of a special token: the first three of the vocabulary, or its last."""
+    """Return the id of a special token: one of the first three of the vocabulary, or its last."""
     usual = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     if isinstance(value, list):
         return [_token(name, value[0])] if value else value
@@ -190,7 +190,7 @@ def _token(name: str, value: Any) -> Any:
 
 
 def _with_fewer_layers(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave the first layer of each kind, at least two; kinds are what lists say of each layer."""
+    """Keep the first layer of each kind, at least two; a kind is a layer's values in all lists."""
     numbers = {n: v for n, v in values.items() if type(v) is int and _LAYERS.fullmatch(n)}
     if not numbers:
         return given
@@ -198,16 +198,16 @@ def _with_fewer_layers(given: dict[str, Any], values: Mapping[str, Any]) -> dict
     lists = {n: v for n, v in values.items() if isinstance(v, list) and len(v) == whole > 2}
     kinds: dict[str, int] = {}
     for layer in range(whole):
-        kinds.setdefault(repr([each[layer] for each in lists.values()]), layer)
+        kinds.setdefault(repr([values_[layer] for values_ in lists.values()]), layer)
     chosen = sorted(kinds.values())
     if len(chosen) > 4:  # numbers that differ in each layer
         chosen = chosen[:4]
     if len(chosen) < 2:
         chosen = list(range(min(2, whole)))
-    if each_own := values.get("per_layer_config"):
-        own = {i: each_own.get(f"{layer:02d}", {}) for i, layer in enumerate(chosen)}
+    if per_layer := values.get("per_layer_config"):
         given["per_layer_config"] = {}
-        for i, settings in own.items():
+        for i, layer in enumerate(chosen):
+            settings = per_layer.get(f"{layer:02d}", {})
             narrow = {name: _sized(name, value) for name, value in settings.items()}
             _keep_equal_heads(narrow, settings)
             if "qk_nope_head_dim" in narrow:  # a window's layers are wider than the others
