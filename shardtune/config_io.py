@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = to_jsonable_python(
 _OF_A_NODE = {"run.dir", "distributed.join_timeout_s"}
 _ORIGINS = "origins.json"
 _TEXT = "text that is not empty (in quotes where YAML would read a number)"
-_IS_LIKE = 0.75  # of two names
+_IS_LIKE = 0.75  # the least similarity of a name that is proposed
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above"}
 _BOUNDS |= {"exclusiveMaximum": "below", "maximum": "at most"}
 

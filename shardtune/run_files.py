@@ -6,10 +6,10 @@ import fcntl
 import struct
 from pathlib import Path
 
-VERSION = "0.1.0"  # of the program that writes them
+VERSION = "0.1.0"  # the version of the program that writes the files
 LOCK = ".lock"  # exists from the first start on, also after the run
 METRICS = "metrics.jsonl"
-_FLOCK = "hhqqi"  # of Linux: l_type, l_whence, l_start, l_len, l_pid
+_FLOCK = "hhqqi"  # Linux's struct flock: l_type, l_whence, l_start, l_len, l_pid
 
 
 def is_locked(run_dir: Path) -> bool | None:

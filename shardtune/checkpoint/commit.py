@@ -112,7 +112,7 @@ def write_and_commit(
         newest_first = run_phase("commit", leaders, partial(_commit, attempt), on_all_disks)
     except NotSaved:
         if not may_be_committed:
-            with contextlib.suppress(OSError):  # the next start deletes the rest
+            with contextlib.suppress(OSError):  # the next start deletes what is left
                 durable_fs.delete(attempt.staging)
         raise
     except (TimeoutError, dist.DistError) as error:

@@ -22,7 +22,7 @@ class Disk(NamedTuple):
     has_models: bool
     free_bytes: int  # as it is now
     cleared_bytes: int  # that the start will delete
-    checkpoints: int  # of the run so far
+    checkpoints: int  # the run's checkpoints so far
 
     @property
     def room(self) -> int:

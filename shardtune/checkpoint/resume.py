@@ -26,7 +26,7 @@ from shardtune.log import logger, node_logger
 from shardtune.run_files import METRICS
 from shardtune.units import rounded_gb
 
-_STAGING = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # of a SaveAttempt
+_STAGING = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # see SaveAttempt
 _FROM_COPY = "restore it from a copy"
 
 

@@ -110,7 +110,7 @@ class Saver:
         self._store = dist.PrefixStore(f"checkpoint/{self._run_id}", store)
         self._attempts: list[SaveAttempt] = []
         self._thread: threading.Thread | None = None
-        self._outcome: list[str | None] | None = None  # of the thread: its problem, or None
+        self._outcome: list[str | None] | None = None  # the thread's problem, or None
         self._problem: str | None = None
         self.not_saved = ""  # which save has failed and why, until one succeeds
 

@@ -85,7 +85,7 @@ def _show(text: str) -> None:
 class Agent:
     """One launch of this node. See the module."""
 
-    _control: Control  # since the nodes have met
+    _control: Control  # set when the nodes have met
 
     def __init__(
         self, environment: Environment, arguments: Sequence[str], checks_only: bool

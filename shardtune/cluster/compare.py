@@ -14,7 +14,7 @@ from shardtune.units import gb
 
 _MOST_LINES = 10
 _SKEW_REFUSED_S = 30.0
-_SLOW = 0.8  # of the median
+_SLOW = 0.8  # relative to the median
 # Facts that all nodes must share, each with its remedy. A cause stands behind its consequences,
 # because people read the last line first.
 _ADVICE = {

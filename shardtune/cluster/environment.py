@@ -58,7 +58,7 @@ class Environment:
 
     node: int | None
     nodes: int | None
-    processes: int | None  # of this node: GPUS_PER_NODE
+    processes: int | None  # this node's GPUS_PER_NODE
     master: str
     master_named: str  # the address of this host name here, where it differs
     master_ip: str | None

@@ -48,7 +48,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
-_OFTEN_BROKEN = 0.1  # of a source's records: with more its form was not recognised
+_OFTEN_BROKEN = 0.1  # a source with more broken records has a form that was not recognised
 _LOG_EVERY_S = 10.0
 
 
@@ -329,7 +329,7 @@ class _SourceSums:
     n_read: int = 0
     n_bytes: int = 0
     broken: BrokenRecords = field(default_factory=BrokenRecords)
-    n_records: int = 0  # of its own set: neither broken nor held out
+    n_records: int = 0  # neither broken nor held out
     n_sequences: int = 0
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
     fields: set[str] = field(default_factory=set)

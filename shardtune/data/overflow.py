@@ -20,7 +20,7 @@ from shardtune.data.outcomes import Outcome, OutcomeCounts
 from shardtune.data.record_error import RecordError
 
 _OUTCOMES = {
-    "turns": Outcome.SPLIT,  # of texts: conversations have lost turns before
+    "turns": Outcome.SPLIT,  # texts alone: conversations have lost turns already
     "truncate": Outcome.TRUNCATED,
     "split": Outcome.SPLIT,
     "drop": Outcome.PARTLY_DROPPED,  # the template rewrites turns, and some sequences do not fit

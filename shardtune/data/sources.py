@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[^:/]+){0,2}")
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
-_SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, and of a Dataset
+_SAVED = ("dataset_dict.json", "state.json")  # these files mark a DatasetDict and a Dataset
 
 
 @dataclass(frozen=True)

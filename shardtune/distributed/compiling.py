@@ -20,7 +20,7 @@ from shardtune.log import logger, node_logger
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 # `compiled` or `eager`, by the name of what this process computes.
 kinds: dict[str, str] = {}
-_MOST_WORKERS = 32  # of a process: PyTorch's own limit
+_MOST_WORKERS = 32  # PyTorch's own limit per process
 _COMPILED = "cuda"  # the type of the devices of `compiled_on_gpus`
 
 

@@ -46,10 +46,10 @@ class Layout:
     expert: int = 1
     context: int = 1
     micro_batch_size: int = 1  # rows
-    micro_batches: int = 1  # of a step
+    micro_batches: int = 1  # per step and data rank
     max_length: int = 1  # tokens of a row
-    compute_dtype: str = "float32"  # of forward and backward, and of frozen weights
-    master_dtype: str = "float32"  # of trained weights, and of their updates
+    compute_dtype: str = "float32"  # forward, backward and frozen weights
+    master_dtype: str = "float32"  # trained weights and their updates
     reduce_dtype: str = "float32"
     is_lora: bool = False
     offloads: bool = False  # masters, moments and gradients are in host memory

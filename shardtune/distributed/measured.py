@@ -18,7 +18,7 @@ class MeasuredMachine:
     ranks: list[int]
     node_bytes_per_s: float | None  # all-reduce of all nodes, bus bandwidth as in nccl-tests
     rank_bytes_per_s: float | None  # all-reduce inside a node, bus bandwidth
-    flops_per_s: float | None  # of one rank's matrix products
+    flops_per_s: float | None  # one rank's matrix products
 
 
 def write_measured(

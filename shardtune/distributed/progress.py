@@ -92,7 +92,7 @@ class Progress:
         for phase, start, end in self._waits:
             waited = start.elapsed_time(end) / 1e3 if self._is_timed_by_stream else end - start
             seconds[phase] -= waited
-            if phase in STEP_PHASES:  # an evaluation since the last step has waits of its own
+            if phase in STEP_PHASES:  # waits of an evaluation do not count
                 seconds["waiting"] += waited
         self._seconds.clear()
         self._waits.clear()

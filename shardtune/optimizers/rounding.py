@@ -87,7 +87,7 @@ def lower_codes(values: torch.Tensor) -> torch.Tensor:
 class CodeTable(NamedTuple):
     """The values of a moment's codes, as shares of the largest size in the block."""
 
-    values: torch.Tensor  # of each code [256]; the sign is the upper bit of signed ones
+    values: torch.Tensor  # [256], one per code; the upper bit of a signed code is its sign
     sizes: torch.Tensor  # ascending, without sign [128 or 256]
     lower: torch.Tensor  # see lower_codes
 

@@ -123,7 +123,7 @@ class Best:
             logger.info(f"Best model of step {result['step']} not kept: {problems[0]}")
             return None
         self.lowest = result
-        if self._is_leader and not self._world.is_main:  # of the time when this was node 0's disk
+        if self._is_leader and not self._world.is_main:  # a model from when this disk was node 0's
             with contextlib.suppress(OSError):
                 durable_fs.rename(self._out, durable_fs.unfinished(self._out))
                 durable_fs.delete(durable_fs.unfinished(self._out))
@@ -178,7 +178,7 @@ class Best:
         world, holder = self._world, self._holder[name]
         whole = torch.empty(0)
         if tensor is not None and holder // world.layout.stage_ranks == world.stage:
-            if isinstance(tensor, DTensor):  # of masters the parts are in host memory
+            if isinstance(tensor, DTensor):  # parts of masters are in host memory
                 local = tensor.to_local().to(world.device)
                 tensor = cast(DTensor, sharded_as(tensor, local)).full_tensor()
             whole = tensor
