@@ -1,8 +1,6 @@
 """The documents of the row that is computed: a context around each forward and each backward.
 
-Attention looks them up here, since models do not hand unknown arguments down to it. A backward
-computes parts of its forward again, after forwards of other micro-batches, and on threads of
-autograd's own: so the context is the process's, and is entered once more around the backward.
+Attention looks the documents up here, since models do not hand unknown arguments down to it.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from shardtune.model.documents.head_exchange import HeadExchange
 
 
 class Tried:
-    """What attention did, and what it asked for, while a model was tried."""
+    """Records how a model attended in a trial, and what its layers asked for."""
 
     def __init__(self, longest: int = 0) -> None:
         self.longest = longest  # tokens of the longest document of all data
         self.ways = set[str]()  # how layers attended
-        # What layers ask for and `document_attention` cannot do; None: it raises instead.
+        # Requests that `document_attention` cannot meet; None: it raises instead.
         self.objections: list[str] | None = None
         # The masks that the model made, with the window of each; None where it makes none.
         self.masks: list[tuple[torch.Tensor, int]] | None = None
 
     def narrower(self, window: int | None) -> int:
-        """Return a window that is narrower than some document of the data, else 0."""
+        """Return the window if it is narrower than the longest document of the data, else 0."""
         return window if window and window < self.longest else 0
 
 
@@ -57,6 +55,9 @@ def of(
     row: Batch | Documents, heads: HeadExchange | None = None, tried: Tried | None = None
 ) -> Iterator[None]:
     """Let attention know the documents of a row."""
+    # A backward computes parts of its forward again, after forwards of other micro-batches, and on
+    # threads of autograd's own. So the context belongs to the process, not to a thread, and is
+    # entered once more around the backward. It is a stack: modules may take one document at a time.
     _entered.append(Documents(row.lengths, row.boundaries, row.slices, heads, tried))
     try:
         yield
@@ -71,6 +72,6 @@ def current() -> Documents:
 def row_of(
     lengths: list[int], device: torch.device | str = "cpu", slices: list[int] | None = None
 ) -> Documents:
-    """Return the documents of a row, of so many tokens each."""
+    """Return the documents of a row, by their lengths in tokens."""
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     return Documents(lengths, boundaries, slices)

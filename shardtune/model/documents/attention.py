@@ -1,9 +1,9 @@
 """Attend within documents only, in flat rows (1, tokens), without a mask of tokens x tokens.
 
 transformers' attention interface gives every layer's projections to `document_attention`, in all
-models that use it. It calls PyTorch's fused attention once per document, or once for all documents
-what the device has for that: varlen attention, or tiles on a CPU, in bfloat16 or where a layer has
-a window or a sink.
+models that use it. One call serves all documents where the device can: varlen attention on GPUs;
+tiles on a CPU, in bfloat16 or where a layer has a window or a sink. Else PyTorch's fused attention
+is called once per document.
 
 A window is the number of tokens that a query sees, itself and those before it; 0 is all of its
 document. A sink is one more score of each head, whose weight goes to no value: attention with it is
@@ -57,15 +57,12 @@ def document_attention(
     s_aux: torch.Tensor | None = None,  # (heads,): sinks
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within each document of a flat row.
-
-    The signature is that of transformers' attention interface. Returns (1, tokens, heads, value
-    width), and no weights.
-    """
+    """Return causal attention within each document of a row, (1, tokens, heads, value width)."""
+    # transformers' attention interface has this signature, and takes attention weights, too: none.
     row = documents.current()
     _check_window(row.tried, sliding_window, attention_mask)
     _check_options(row.tried, options)
-    if key.shape[2] != query.shape[2]:  # DeepSeek V4 attends to compressed ones as well
+    if key.shape[2] != query.shape[2]:  # DeepSeek V4 attends to compressed keys as well
         _object(row.tried, "keys that are not those of its tokens")
         return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2), None
     attend = functools.partial(
@@ -98,8 +95,8 @@ def _attend(
     longest, ways = max(row.lengths), row.tried.ways if row.tried else set()
     window = window if window and window < longest else 0
     width, value_width = query.shape[-1], value.shape[-1]
-    # Varlen attention has no dropout, and one width for all: narrower values, such as those of
-    # latent attention, are padded.
+    # Varlen attention has no dropout, and one width for queries, keys and values: narrower values,
+    # such as those of latent attention, are padded.
     if not dropout and value_width <= width:
         special = bool(window), s_aux is not None
         if _varlen_runs(*_kind(query), width, *special):
@@ -118,34 +115,32 @@ def _attend(
         return output.unsqueeze(0)
     ways.add("one call per document")
     if query.shape[1] != key.shape[1] and query.device.type == "cuda":
-        # There only flash attention takes groups, and it has no float32 and no wide heads: the
-        # others would be left with a matrix of tokens x tokens.
+        # On GPUs flash attention alone takes groups of heads, and it has neither float32 nor wide
+        # heads. Other kernels that take groups make a matrix of tokens x tokens.
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    # `split` and `cat`, since the backward of a slice fills a gradient of the whole row for each.
-    documents_of = (x.split(row.lengths, 2) for x in (query, key, value))
+    # `split` and `cat`: the backward of each slice would fill a gradient of the whole row.
+    by_document = (x.split(row.lengths, 2) for x in (query, key, value))
     outputs = [
         _one_document(q, k, v, window, s_aux, dropout_p=dropout, scale=scaling).transpose(1, 2)
-        for q, k, v in zip(*documents_of, strict=True)
+        for q, k, v in zip(*by_document, strict=True)
     ]
     return torch.cat(outputs, 1)
 
 
 def _check_window(tried: Tried | None, window: int | None, mask: torch.Tensor | None) -> None:
     """Object to a mask that is not causal within the layer's window."""
-    mask = mask if mask is not None and mask.numel() else None  # see DenseAttention
+    mask = mask if mask is not None and mask.numel() else None  # DenseAttention gives empty masks
     if tried is None or tried.masks is None:
         if mask is not None:
             _object(tried, "a mask of its own")
         return
-    of_mask = 0 if mask is None else next((w for m, w in tried.masks if m is mask), None)
-    if of_mask is None:
+    masked = 0 if mask is None else next((w for m, w in tried.masks if m is mask), None)
+    if masked is None:
         _object(tried, "a mask of its own")
-    elif tried.narrower(of_mask) != tried.narrower(window):
-        _object(
-            tried,
-            f"a window or chunks of {of_mask or window} tokens in its masks or its layers alone",
-        )
+    elif tried.narrower(masked) != tried.narrower(window):
+        span = f"a window or chunks of {masked or window} tokens"
+        _object(tried, f"{span} in its masks or its layers alone")
 
 
 def _check_options(tried: Tried | None, options: dict[str, Any]) -> None:
@@ -167,7 +162,7 @@ def _one_document(
     sink: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend within a document: a window and a sink by a mask of document x document."""
+    """Attend within one document. A mask of tokens x tokens gives it a window or a sink."""
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     tokens = query.shape[2]
     if sink is None and not 0 < window < tokens:
@@ -207,10 +202,10 @@ def _varlen(
 class _VarlenWithSink(torch.autograd.Function):
     """Varlen attention with sinks, and the kernel's own backward.
 
-    The kernel makes the weights again from the log-sum-exp that it is given, and the gradients of
-    scores as weight x (gradient of the weight - gradient of the output . output). Given those of
-    attention with the sink, they are exact. A sink's own score has no value, so that its gradient
-    is - its weight x (gradient of the output . output).
+    The kernel computes the weights again from the log-sum-exp, and the gradients of scores as
+    weight x (gradient of the weight - gradient of the output . output). Both are exact with the
+    output and the log-sum-exp of attention with the sink. A sink has no value, so that the gradient
+    of its score is - its weight x (gradient of the output . output).
     """
 
     @staticmethod
@@ -244,22 +239,20 @@ class _VarlenWithSink(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, sink, output, log_sums, boundaries = ctx.saved_tensors
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        of_row = torch.ops.torch_attn._varlen_attn_backward(
+        row_gradients = torch.ops.torch_attn._varlen_attn_backward(
             *(gradient, query, key, value, output, log_sums, boundaries, boundaries),
             *(ctx.longest, ctx.longest, ctx.span == (-1, 0), no_dropout),
             *(ctx.scale, list(ctx.span)),
         )
         weights = (sink.float().unsqueeze(1) - log_sums).exp().t()  # (tokens, heads)
-        of_sink = -(weights * (gradient.float() * output.float()).sum(-1)).sum(0)
-        return *of_row, of_sink.to(sink.dtype), None, None, None
+        sink_gradient = -(weights * (gradient.float() * output.float()).sum(-1)).sum(0)
+        return *row_gradients, sink_gradient.to(sink.dtype), None, None, None
 
 
 def _make_backward_deterministic(output: torch.Tensor) -> None:
-    """Let flash attention's backward add up in one order, so that a run repeats to the bit.
-
-    It reads a flag of the whole process when it is launched. Other operators would refuse to run,
-    or take slower ways, under that flag, so that it is set for this node of the graph alone.
-    """
+    """Let flash attention's backward add up in one order, so that a run repeats to the bit."""
+    # The kernel reads a flag of the whole process at its launch. Under that flag other operators
+    # refuse to run or are slower, so that it is set for this node of the graph alone.
     if output.grad_fn is None:
         return
     before: list[bool] = []
@@ -276,7 +269,7 @@ def _make_backward_deterministic(output: torch.Tensor) -> None:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[type, torch.device, torch.dtype]:
-    """Return what decides which kernels run; a plan's fake tensors run all of them."""
+    """Return the facts that decide which kernels run; a plan's fake tensors run all of them."""
     return type(tensor), tensor.device, tensor.dtype
 
 
@@ -284,7 +277,7 @@ def _kind(tensor: torch.Tensor) -> tuple[type, torch.device, torch.dtype]:
 def _varlen_runs(
     _: type, device: torch.device, dtype: torch.dtype, width: int, window: bool, sink: bool
 ) -> bool:
-    """Return whether this device runs it for heads of this width, forward and backward."""
+    """Return whether varlen attention runs on a device, forward and backward."""
     problem = _varlen_problem(device, dtype, width, window, sink)
     if problem and is_third():
         keep_second(f"fails for heads of {width} in its trial ({problem})")
@@ -315,12 +308,9 @@ def _varlen_problem(
 
 @contextmanager
 def model_makes_masks(tried: Tried) -> Iterator[None]:
-    """Let a model in its trial make the masks that it has without `document_attention`.
-
-    Masks are looked at here alone. Where an implementation has a function for them, transformers
-    asks in every forward whether the positions hold several documents, and the host would wait for
-    the GPU.
-    """
+    """Let a model in its trial make the masks that it has without `document_attention`."""
+    # In training no function for masks is registered: with one, transformers asks in every forward
+    # whether the positions hold several documents, and the host waits for the GPU.
     tried.masks = []
     AttentionMaskInterface.register(DOCUMENT_ATTENTION, _checked_mask)
     try:
@@ -331,10 +321,9 @@ def model_makes_masks(tried: Tried) -> Iterator[None]:
 
 
 def _checked_mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor:
-    """Make a model's mask, and look at what it lets a token of a document see of its own document.
-
-    GPT-OSS gives no positions for its masks, which then hold all documents together.
-    """
+    """Make a model's mask, and object unless it is causal within each document."""
+    # GPT-OSS gives its masks no positions, so that they span all documents. Only their parts within
+    # a document are compared.
     row, tried = documents.current(), documents.current().tried
     assert tried is not None and tried.masks is not None
     window, number = tried.narrower(local_size), row.numbers()

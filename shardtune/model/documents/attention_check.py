@@ -26,8 +26,8 @@ def require_documents_apart(layout: Layout, model_config: PreTrainedConfig) -> N
     """Try a small copy of the model, for which its config.json is enough.
 
     Raises:
-        UserError: a token sees those behind it; data.packing is on, and a document sees the one
-            before it; or ranks would share rows to which the model attends under a mask.
+        UserError: a token sees later ones; a packed document sees the one before it; or ranks
+            would share rows to which the model attends under a mask.
     """
     copy = small_copy(model_config, layout.attention)
     if copy is None:

@@ -40,17 +40,15 @@ class Attention(NamedTuple):
     """How a model attends."""
 
     is_flat: bool  # rows are records one behind the other, without padding
-    by_document: bool
-    text: str
-    reason: str = ""  # why not by document
+    by_document: bool  # without a mask
+    text: str  # for the log
+    reason: str = ""  # why it attends under a mask
     by_layer: bool = False  # each attention layer is called once per document
     ways: tuple[str, ...] = ()  # how layers attended in the trial
 
 
 def choose_attention(model: PreTrainedModel, longest_document: int, world: World) -> bool:
-    """Decide how the loaded model attends, and log it with the reason. Collective.
-
-    Returns whether rows are flat.
+    """Decide how the loaded model attends, log why, and return if rows are flat. Collective.
 
     Raises:
         RunFailed: data.packing is on, and a document sees the one before it.
@@ -63,6 +61,7 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
     trial = LogitsTrial(model, layout, world.device, world.all_gather_json, heads)
     attention = decide_attention(trial, longest_document)
     if is_chosen:
+        # Once more: a kernel that fails in its trial has sent this rank back to the older version.
         agree_on_flash_attention(world)
     ways = " and ".join(attention.ways)
     if "varlen attention" in ways:
@@ -73,8 +72,8 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
     logger.info(f"Attention: {attention.text}{detail}")
     try:
         require_shared(attention, layout)
-    except UserError as late:  # no small copy has shown it
-        raise RunFailed(*late.problems) from late
+    except UserError as problem:  # this late it is no refusal: no small copy has shown it
+        raise RunFailed(*problem.problems) from problem
     if heads:
         logger.info(describe_rows(model, layout.row_ranks))
     if leak := leak_under_mask(attention, trial):
@@ -89,7 +88,7 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
 def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial) -> str:
     """Return the log's line on layers that keep a state. Collective.
 
-    On a GPU those that can are let to take all documents of a row at once.
+    On a GPU, layers that can take all documents of a row at once do so from now on.
     """
     is_gpu = trial.device.type == "cuda"
     missing = missing_kernels(mixers) if is_gpu else []
@@ -137,15 +136,17 @@ def decide_attention(
 ) -> Attention:
     """Let the model attend document by document if that is exact, else under a mask.
 
-    Windows and chunks count only if they are narrower than the longest document, in tokens.
+    Windows and chunks count only if they are narrower than `longest_document`, in tokens.
     `is_by_document`: an earlier call has found it exact, so that nothing is tried.
     """
+    # Three ways are tried, the fastest first: `document_attention` in every layer; each attention
+    # layer called once per document; a mask over the whole row.
     model, layout, trial.tried = trial.model, trial.layout, Tried(longest_document)
     usual, packing = model.config._attn_implementation, layout.packing
     mixers = state_mixers(model)
     is_auto, reason = layout.attention == "auto", f"model.attention={layout.attention}"
     if is_auto or packing:
-        trial.attend_alone()
+        trial.attend_alone()  # the measure of all ways: before the model is changed
     separate_documents(mixers, at_once=False)
     if is_auto:
         dense = dense_attention(model, longest_document)
@@ -167,7 +168,7 @@ def decide_attention(
     if not packing:
         for mixer in mixers:
             restore(mixer)
-    # The rows of a packed micro-batch are one row for the model.
+    # The rows of a packed micro-batch stand one behind the other, as one row.
     side = layout.max_length * (layout.micro_batch_size if packing else 1)
     mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
     return Attention(packing, False, mask, reason)
@@ -177,7 +178,7 @@ def _try_document_attention(trial: LogitsTrial) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
     model = trial.model
     reason = next(filter(None, trial.all_gather(_objection(trial))), "")
-    # A stage may have layers that keep a state alone.
+    # A plan tries each stage alone, and one may have only layers that keep a state.
     is_used = trial.tried.ways or (not trial.compares and state_mixers(model))
     if not reason and not keeps_states_only(model) and not any(trial.all_gather(bool(is_used))):
         reason = _NO_INTERFACE
@@ -187,16 +188,13 @@ def _try_document_attention(trial: LogitsTrial) -> str:
 
 
 def _attends_one_by_one(trial: LogitsTrial) -> bool:
-    """Let attention layers take documents one by one, if that is exact, and return whether it is.
-
-    Arguments that cannot be cut show in an error of the layer's own.
-    """
+    """Let attention layers take documents one by one if that is exact; return whether it is."""
     one_by_one = OneByOne(trial.model)
     try:
         trial.logits(TRIAL_LENGTHS)
         runs = one_by_one.is_used
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError):
-        runs = False
+        runs = False  # a layer has an argument that cannot be cut
     if all(trial.all_gather(runs)) and not trial.leak():
         return True
     one_by_one.remove()
@@ -204,7 +202,7 @@ def _attends_one_by_one(trial: LogitsTrial) -> bool:
 
 
 def _objection(trial: LogitsTrial) -> str:
-    """Switch the model to `document_attention`, and return why that is not its own, or ""."""
+    """Switch the model to `document_attention`, and return what it lacks there, or ""."""
     model, tried = trial.model, trial.tried
     if keeps_states_only(model):
         return ""
@@ -217,7 +215,7 @@ def _objection(trial: LogitsTrial) -> str:
         trial.logits(TRIAL_LENGTHS)
         with model_makes_masks(tried):
             trial.logits(TRIAL_LENGTHS)
-    except (TypeError, AttributeError):  # they get None
+    except (TypeError, AttributeError):  # such layers get None for the mask
         objections.append("layers that read the mask")
     finally:
         tried.objections = None
@@ -225,6 +223,6 @@ def _objection(trial: LogitsTrial) -> str:
 
 
 def _architecture_of(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return a model's class in transformers, which looks at its source. FSDP2 makes another."""
+    """Return a model's own class, not FSDP2's subclass: transformers reads its source."""
     classes: Any = type(model).__mro__
     return next(each for each in classes if not issubclass(each, FSDPModule))

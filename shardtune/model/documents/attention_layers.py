@@ -1,8 +1,8 @@
 """Keep documents apart in layers whose attention is their own: one call for each document.
 
 Layers with capped scores, with a bias, with compressed keys or with a mask that knows no documents
-attend in code of their own. Each of them takes the documents of a flat row one by one, as if each
-were alone. The rest of the model, experts among it, takes the whole row.
+attend in code of their own. Such a layer takes the documents of a flat row one by one. The rest of
+the model, experts among it, takes the whole row.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ class OneByOne:
             restore(module)
 
     def _hide_documents(self, _: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-        """Let the model make the masks of a row without documents.
-
-        With a mask of tokens transformers does not look for documents in the positions. Tables that
-        count tokens get no positions: some count from another number than 0.
-        """
+        """Let the model make the masks of a row without documents."""
+        # If transformers gets a mask of tokens, it does not look for documents in the positions.
+        # Tables of positions count tokens themselves, some from another number than 0.
         named = named | {"attention_mask": torch.ones_like(named["input_ids"])}
         if self._tables:
             named.pop("position_ids", None)
@@ -51,19 +49,16 @@ class OneByOne:
 
 
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that attend under a mask, but those that keep a state."""
-    found = [m for m in model.modules() if "attention" in type(m).__name__.lower() and _masks(m)]
-    inner = {m for module in found for m in [*module.modules()][1:]}
-    others = {*inner, *state_mixers(model)}
-    return [module for module in found if module not in others]
-
-
-def _masks(module: nn.Module) -> bool:
-    return any("mask" in name for name in _takes(module))
+    """Return the modules that attend under a mask and keep no state."""
+    named_so = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
+    masked = [m for m in named_so if any("mask" in name for name in _takes(m))]
+    inner = {m for module in masked for m in [*module.modules()][1:]}
+    left_out = {*inner, *state_mixers(model)}
+    return [module for module in masked if module not in left_out]
 
 
 def position_tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that look up positions, which they count themselves."""
+    """Return the modules that count positions themselves and look them up."""
     counts = {"input_ids", "past_key_values_length"}
     modules = (m for m in model.modules() if not isinstance(m, PreTrainedModel))
     return [module for module in modules if counts <= _takes(module)]

@@ -24,7 +24,7 @@ from shardtune.model.fsdp_groups import forward_only
 # Tokens of each document of the row for trials; the logits of the last document are compared.
 TRIAL_LENGTHS = (11, 5, 16)
 ROUNDING = 2e-5  # of float32, in trials
-_WHOLE = (0, 1)  # of a row, the slice of a rank: its number, of how many
+_WHOLE = (0, 1)  # a rank's slice of a row: its number, and the number of slices
 
 
 @dataclass
@@ -34,7 +34,8 @@ class LogitsTrial:
     model: PreTrainedModel
     layout: Layout
     device: torch.device
-    all_gather: Callable[[Any], list[Any]] = lambda value: [value]  # the ranks must agree
+    # Ranks must decide alike, or their later collectives differ.
+    all_gather: Callable[[Any], list[Any]] = lambda value: [value]
     heads: HeadExchange | None = None  # between ranks that share rows
     compares: bool = True  # fake tensors have no logits to compare
     tried: Tried = field(default_factory=Tried)
@@ -46,15 +47,14 @@ class LogitsTrial:
             self.alone = self.logits(TRIAL_LENGTHS[-1:])
 
     def leak(self) -> float:
-        """Return how far they are from those in a packed row, as the model attends now, or 0 within
-        rounding.
+        """Return how far a packed row moves the document's logits, as the model attends now.
 
-        The unit is the logits' spread; the rank with the largest distance counts. The document
-        stands behind two others, and, where that shows nothing, at the end of the longest row of a
-        micro-batch: some models go by the place in the row, and others lack positions for a long
-        one. Ranks that share rows compare the tokens of their slices. Where none do, a gradient
-        shows a small leak, too, that rounding in bfloat16 would hide.
+        The unit is the logits' spread; 0 if it may be rounding. Collective: the largest one counts.
         """
+        # The document stands behind two others. If that shows nothing, it stands at the end of the
+        # longest row of a micro-batch: some models go by the place in the row, and others lack
+        # positions for a long row. Ranks that share rows compare the tokens of their slices. Ranks
+        # that do not compute a gradient, too: it shows leaks that rounding in bfloat16 hides.
         if not self.compares:
             return 0.0
         assert self.alone is not None
@@ -76,10 +76,8 @@ class LogitsTrial:
         return 0.0
 
     def _gradient_reaches(self) -> bool:
-        """Return whether the last document's logits have a gradient in the documents before it.
-
-        Documents that are apart have none, in any dtype: their attention to one another is 0.
-        """
+        """Return whether the last document's logits have a gradient in the documents before it."""
+        # Documents that are apart have none, in any dtype: their attention to one another is 0.
         embedded: list[torch.Tensor] = []
 
         def begin_graph(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -97,45 +95,43 @@ class LogitsTrial:
         finally:
             hook.remove()
         last, tokens = TRIAL_LENGTHS[-1], sum(TRIAL_LENGTHS)
-        # Some look tokens up again in each layer, and a table may be called once per document.
+        # Some models look tokens up again in each layer, and a table may be called per document.
         is_whole = all(each.shape[1] == tokens for each in gradients)
         whole = torch.cat([each[0] for each in gradients], -1 if is_whole else 0).float()
-        before, own = whole[:-last].norm().item(), whole[-last:].norm().item()
-        return before > ROUNDING * own
+        before, within = whole[:-last].norm().item(), whole[-last:].norm().item()
+        return before > ROUNDING * within
 
     def logits(self, *row: Any) -> torch.Tensor:
-        """Return the same as `_forward` of this row, without gradients."""
+        """Return `_forward` of a row, without gradients."""
         with forward_only(self.model):
             return self._forward(*row)
 
     def _forward(
         self, lengths: Sequence[int], neighbour: int = 0, share: tuple[int, int] = _WHOLE
     ) -> torch.Tensor:
-        """Return the logits (tokens, vocabulary) of the last document of a row of so many tokens
-        each.
+        """Return the logits (tokens, vocabulary) of the last document of a row, in a rank's slice.
 
-        The last document is always the same; `neighbour` chooses the tokens before it. `share`: the
-        slice of the row that this rank has, and has logits for, of how many.
+        The last document is always the same; `neighbour` chooses the tokens before it.
         """
         model, device = self.model, self.device
         vocabulary = model.config.get_text_config().vocab_size
         earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0)
         earlier += neighbour * (vocabulary // 2)
         last = torch.arange(lengths[-1], device=device) + sum(TRIAL_LENGTHS[:-1])
-        row = {"input_ids": torch.cat([earlier, last]) % vocabulary}
+        inputs = {"input_ids": torch.cat([earlier, last]) % vocabulary}
         if len(lengths) > 1:  # alone it has the positions that the model gives it
             positions = [torch.arange(length, device=device) for length in lengths]
-            row["position_ids"] = torch.cat(positions)
+            inputs["position_ids"] = torch.cat(positions)
         slices = slice_lengths(sum(lengths), share[1]) if share[1] > 1 else None
-        own = _own_tokens(sum(lengths), share)
-        row = {name: value[own] for name, value in row.items()}
-        kept = max(0, own.stop - max(own.start, sum(lengths[:-1])))
-        # Without this a long row gets logits for every token.
+        tokens = _own_tokens(sum(lengths), share)
+        inputs = {name: value[tokens].view(1, -1) for name, value in inputs.items()}
+        kept = max(0, tokens.stop - max(tokens.start, sum(lengths[:-1])))
+        # Without this option a long row gets logits for every token.
         has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
         options = {"logits_to_keep": max(1, kept)} if has_option else {}
-        given = documents.row_of(list(lengths), device, slices)
-        with documents.of(given, self.heads, self.tried):
-            output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
+        row = documents.row_of(list(lengths), device, slices)
+        with documents.of(row, self.heads, self.tried):
+            output = model(**inputs, **options)
         return output.logits[0, output.logits.shape[1] - kept :]
 
 
@@ -144,8 +140,8 @@ def _beyond_rounding(
 ) -> float:
     """Return the larger change, by packing or by another neighbour, or 0 if it may be rounding.
 
-    The unit is the logits' spread. It is not rounding where a gradient reaches the documents before
-    (`is_reached`). Logits that are not finite alone are left to the first step.
+    The unit is the logits' spread. `is_reached`: a gradient reaches the documents before, so that
+    it is no rounding.
     """
     if not len(alone):
         return 0.0
@@ -158,13 +154,13 @@ def _beyond_rounding(
     is_float32 = alone.dtype == torch.float32
     rounding, rounding_of_shapes = (ROUNDING, ROUNDING) if is_float32 else (2e-2, 0.25)
     is_rounding = by_neighbour <= rounding and by_packing <= rounding_of_shapes and not is_reached
-    if is_rounding or not alone.isfinite().all():
+    if is_rounding or not alone.isfinite().all():  # the first step refuses what is not finite
         return 0.0
     return max(by_neighbour, by_packing, ROUNDING)
 
 
 def _cut_lengths(ranks: int) -> tuple[int, ...]:
-    """Return lengths like those for trials: a slice ends within the last, and none is empty."""
+    """Return lengths with which a slice ends within the last document and no slice is empty."""
     first, *others = TRIAL_LENGTHS
     return max(first - 2, ranks), *others
 
@@ -176,9 +172,6 @@ def _own_tokens(tokens: int, share: tuple[int, int]) -> slice:
 
 
 def logits_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the root mean square difference of a token's logits, the median over tokens.
-
-    Both are (tokens, vocabulary). Not the largest: rounding may send a single token to another
-    expert, where a leak reaches nearly all of them.
-    """
+    """Return the root mean square difference of a token's logits, the median over tokens."""
+    # Not the largest: rounding may send single tokens to another expert; a leak reaches nearly all.
     return (a.float() - b.float()).square().mean(-1).sqrt().median().item()

@@ -26,19 +26,15 @@ _TILE = 64  # queries; their scores fit the cache
 
 @torch.library.custom_op("shardtune::causal_documents", mutates_args=())
 def causal_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
+    query: Tensor,  # (heads, tokens, width)
+    key: Tensor,  # (key heads, tokens, width)
+    value: Tensor,  # (key heads, tokens, value width)
+    lengths: list[int],  # tokens of each document
     scale: float,
     window: int = 0,
-    sink: Tensor | None = None,
+    sink: Tensor | None = None,  # (heads,)
 ) -> Tensor:
-    """Attend causally within each document of a row; `lengths` are their tokens.
-
-    `query` is (heads, tokens, width), `key` (key heads, tokens, width), `value` (key heads, tokens,
-    value width) and `sink` (heads,). Returns (tokens, heads, value width).
-    """
+    """Attend causally within each document of a row: (tokens, heads, value width)."""
     output = _like_output(query, key, value, lengths, scale)
     rows = (_by_key_head(query, key), key, value, _by_key_head(output.transpose(0, 1), key))
     weights_of = _Weights(window, sink, len(key))
@@ -52,7 +48,7 @@ def causal_documents(
 
 @torch.library.custom_op("shardtune::causal_documents_backward", mutates_args=())
 def _backward(
-    gradient: Tensor,
+    gradient: Tensor,  # of the output
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,19 +57,16 @@ def _backward(
     window: int,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `query`, `key`, `value` and `sink` (without one, of nothing).
-
-    `gradient` is that of the output.
-    """
-    # In the memory layout of the projections, whose backward reads them.
-    of_query, of_key, of_value = (
+    """Return the gradients of `query`, `key`, `value` and `sink`; empty ones without a sink."""
+    # They have the memory layout of the projections, whose backward reads them.
+    grad_query, grad_key, grad_value = (
         x.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in (query, key, value)
     )
     rows = (_by_key_head(query, key), key, value, _by_key_head(gradient.transpose(0, 1), key))
-    gradients = (_by_key_head(of_query, key), of_key, of_value)
+    gradients = (_by_key_head(grad_query, key), grad_key, grad_value)
     weights_of = _Weights(window, sink, len(key))
-    of_sink = torch.zeros(0 if sink is None else len(query), dtype=torch.float32)
-    for q, k, v, of_out, of_q, of_k, of_v in zip(
+    grad_sink = torch.zeros(0 if sink is None else len(query), dtype=torch.float32)
+    for q, k, v, grad_out, grad_q, grad_k, grad_v in zip(
         *(row.split(lengths, -2) for row in (*rows, *gradients)), strict=True
     ):
         scaled = k.float() * scale
@@ -81,22 +74,23 @@ def _backward(
         for tile, seen in _tiles(q.shape[2], window):
             n_seen = seen.stop - seen.start
             weights = weights_of(q, scaled, tile, seen).to(v.dtype)
-            of_tile = of_out[:, :, tile].flatten(1, 2)
-            v_sum[:, seen] += torch.bmm(weights[..., :n_seen].mT, of_tile)
-            of_weights = torch.bmm(of_tile, v[:, seen].mT)
+            grad_tile = grad_out[:, :, tile].flatten(1, 2)
+            v_sum[:, seen] += torch.bmm(weights[..., :n_seen].mT, grad_tile)
+            grad_weights = torch.bmm(grad_tile, v[:, seen].mT)
             if sink is not None:
-                of_weights = F.pad(of_weights, (0, 1))
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, v.dtype)
+                grad_weights = F.pad(grad_weights, (0, 1))
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, v.dtype)
             if sink is not None:
-                of_rows = of_scores[..., n_seen].float().unflatten(1, (q.shape[1], -1))
-                of_sink += of_rows.sum(-1).flatten()
-                of_scores = of_scores[..., :n_seen]
-            k_sum[:, seen] += torch.bmm(of_scores.mT, q[:, :, tile].flatten(1, 2))
-            of_scaled = torch.bmm(of_scores, k[:, seen]).unflatten(1, (q.shape[1], -1))
-            torch.mul(of_scaled, scale, out=of_q[:, :, tile])
-        torch.mul(k_sum, scale, out=of_k)
-        of_v.copy_(v_sum)
-    return of_query, of_key, of_value, of_sink.to(query.dtype if sink is None else sink.dtype)
+                grad_rows = grad_scores[..., n_seen].float().unflatten(1, (q.shape[1], -1))
+                grad_sink += grad_rows.sum(-1).flatten()
+                grad_scores = grad_scores[..., :n_seen]
+            k_sum[:, seen] += torch.bmm(grad_scores.mT, q[:, :, tile].flatten(1, 2))
+            grad_scaled = torch.bmm(grad_scores, k[:, seen]).unflatten(1, (q.shape[1], -1))
+            torch.mul(grad_scaled, scale, out=grad_q[:, :, tile])
+        torch.mul(k_sum, scale, out=grad_k)
+        grad_v.copy_(v_sum)
+    grad_sink = grad_sink.to(query.dtype if sink is None else sink.dtype)
+    return grad_query, grad_key, grad_value, grad_sink
 
 
 class _Weights:
@@ -121,7 +115,7 @@ class _Weights:
         scores = torch.bmm(query[:, :, tile].float().flatten(1, 2), key[:, seen].mT)
         by_query = scores.unflatten(1, (-1, n_queries))
         by_query[..., -n_queries:] += self._future[:n_queries, :n_queries]
-        if self._window:  # of the first keys seen, the window of a later query has fewer
+        if self._window:  # the window of a later query begins behind the first keys seen
             last_hidden = tile.start - self._window - seen.start
             by_query[..., :n_queries] += self._hidden[:n_queries, :n_queries].tril(last_hidden)
         if self._sink is not None:
@@ -148,18 +142,10 @@ def _like_output(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) 
 
 
 @_backward.register_fake
-def _like_inputs(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    scale: float,
-    window: int,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_sink = query.new_empty(0) if sink is None else torch.empty_like(sink)
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sink
+def _like_inputs(_: Tensor, query: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    key, value, sink = inputs[0], inputs[1], inputs[-1]
+    grad_sink = query.new_empty(0) if sink is None else torch.empty_like(sink)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_sink
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -169,11 +155,11 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     *row, sink = ctx.saved_tensors
-    *of_row, of_sink = _backward(gradient, *row, ctx.lengths, ctx.scale, ctx.window, sink)
-    return *of_row, None, None, None, None if sink is None else of_sink
+    *grad_row, grad_sink = _backward(gradient, *row, ctx.lengths, ctx.scale, ctx.window, sink)
+    return *grad_row, None, None, None, None if sink is None else grad_sink
 
 
 causal_documents.register_autograd(_differentiate, setup_context=_keep_inputs)
 
-# For those that name operators, such as selective checkpointing.
+# Selective checkpointing names operators.
 OPERATOR = torch.ops.shardtune.causal_documents.default

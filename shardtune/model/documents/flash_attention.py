@@ -1,8 +1,8 @@
-"""Let varlen attention call FlashAttention 3 where it is installed, else PyTorch's own, the second.
+"""Let varlen attention call FlashAttention 3 where it is installed, else PyTorch's version 2.
 
-PyTorch has both behind the same operators. The third is for GPUs of compute capability 9, has no
-dropout, and adds up in one order if the heads of the model are narrow enough and its build obeys:
-builds of early 2025 did not.
+PyTorch has both behind the same operators. Version 3 is for GPUs of compute capability 9 and has no
+dropout. It adds up in one order only for heads that are narrow enough, and builds of early 2025
+never do.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from transformers import PreTrainedConfig
 from shardtune.distributed.world import World
 from shardtune.errors import first_line
 
-_why_second = ""  # of the two that varlen attention could call
+_why_second = ""  # why version 2 is called, or "" if version 3 is
 
 
 def choose_flash_attention(model_config: PreTrainedConfig, world: World) -> None:
-    """Let varlen attention call the third from now on, if every rank has it. Collective."""
+    """Let varlen attention call version 3 from now on, if every rank has it. Collective."""
     global _why_second
     _why_second = _activate_third(model_config, world.device)
     agree_on_flash_attention(world)
 
 
 def agree_on_flash_attention(world: World) -> None:
-    """Call the second on every rank where one of them must. Collective.
-
-    The ranks would round differently, and the log of the first would speak for it alone.
-    """
+    """Call version 2 on every rank if one of them must. Collective."""
+    # Ranks with different versions would round differently, and rank 0 would log its own alone.
     reasons = world.all_gather_json(_why_second)
     rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
     if rank is not None:
@@ -44,7 +42,7 @@ def is_third() -> bool:
 
 
 def keep_second(reason: str) -> None:
-    """Call the second from now on."""
+    """Call version 2 from now on."""
     global _why_second
     if is_third():
         restore_flash_attention_impl()
@@ -52,12 +50,12 @@ def keep_second(reason: str) -> None:
 
 
 def flash_attention_name() -> str:
-    """Return the version that varlen attention calls on a GPU, and why not a newer one."""
+    """Return the version that varlen attention calls on a GPU, and why version 3 is not called."""
     return "FlashAttention 3" if is_third() else f"FlashAttention 2, as 3 {_why_second}"
 
 
 def _activate_third(model_config: PreTrainedConfig, device: torch.device) -> str:
-    """Activate it, or return why it cannot be: words to follow its name."""
+    """Activate version 3, or return why that is impossible: words to follow its name."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"needs a GPU of compute capability 9, and this one has {major}.{minor}"
@@ -67,6 +65,6 @@ def _activate_third(model_config: PreTrainedConfig, device: torch.device) -> str
         return f"has no dropout, and the model {drops[0]}={settings[drops[0]]}"
     try:
         activate_flash_attention_impl("FA3")
-    except Exception as error:  # whatever the import of a package raises
+    except Exception as error:  # the import of a package may raise anything
         return f"is not there ({first_line(error)})"
     return ""

@@ -28,10 +28,7 @@ def restore(module: nn.Module) -> None:
 def _one_by_one(
     forward: Callable[..., Any], names: list[str], *arguments: Any, **options: Any
 ) -> Any:
-    """Call `forward` for each document, and return its outputs one behind the other.
-
-    `names` are those of its arguments, in order.
-    """
+    """Call `forward`, whose arguments have `names`, for each document, and join the outputs."""
     row = documents.current()
     lengths = row.lengths
     if len(lengths) == 1:
@@ -41,19 +38,19 @@ def _one_by_one(
         raise RuntimeError(
             f"a layer got a tensor of {tuple(first.shape)} for documents of {sum(lengths)} tokens"
         )
-    given = [_parts(value, name, lengths) for name, value in zip(names, arguments, strict=False)]
+    ordered = [_parts(value, name, lengths) for name, value in zip(names, arguments, strict=False)]
     named = {name: _parts(value, name, lengths) for name, value in options.items()}
     outputs, ends = [], torch.arange(2, device=row.boundaries.device, dtype=torch.int32)
     for i, length in enumerate(lengths):
         alone = documents.Documents([length], length * ends)
         with documents.of(alone, tried=row.tried):  # for modules within
             options = {name: part[i] for name, part in named.items()}
-            outputs.append(forward(*(part[i] for part in given), **options))
+            outputs.append(forward(*(part[i] for part in ordered), **options))
     return _joined(outputs, lengths)
 
 
 def _parts(value: Any, name: str, lengths: list[int]) -> list[Any]:
-    """Return each document's part of what a module is given as its argument `name`."""
+    """Return each document's part of a value that a module gets as its argument `name`."""
     if isinstance(value, torch.Tensor):
         if "mask" in name or name == "alibi":
             return [_beginning(value, sum(lengths), length) for length in lengths]
@@ -69,10 +66,8 @@ def _parts(value: Any, name: str, lengths: list[int]) -> list[Any]:
 
 
 def _beginning(value: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
-    """Return what a mask or ALiBi of a row says of its first `length` tokens.
-
-    They go by the place in the row, so that this is what a document has alone.
-    """
+    """Return the part of a mask or ALiBi for the first `length` tokens of a row."""
+    # Masks and ALiBi go by the place in the row: a document that is alone gets the same part.
     for dim in range(max(0, value.dim() - 2), value.dim()):
         if value.shape[dim] == tokens:
             value = value.narrow(dim, 0, length)
@@ -80,18 +75,16 @@ def _beginning(value: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
 
 
 def _token_dim(value: torch.Tensor, tokens: int) -> int | None:
-    """Return the dimension of a row's tokens, or None.
-
-    It follows the dimension of rows, whose size is 1; without that it is the first. Any other of
-    the same size is a width.
-    """
+    """Return the dimension of a row's tokens, or None."""
+    # It follows the dimension of rows, whose size is 1. Without that it is the first dimension. Any
+    # other dimension of this size is a width.
     dims = [dim for dim, size in enumerate(value.shape) if size == tokens]
     behind_row = [dim for dim in dims if dim and value.shape[dim - 1] == 1]
     return next(iter(behind_row or dims[: dims[:1] == [0]]), None)
 
 
 def _joined(outputs: list[Any], lengths: list[int]) -> Any:
-    """Join documents' outputs (1, tokens, ...); of a state at the end, the last one's is left."""
+    """Join documents' outputs (1, tokens, ...). A state at their end is the last document's."""
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(_joined(list(each), lengths) for each in zip(*outputs, strict=True))
     if all(

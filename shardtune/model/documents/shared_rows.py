@@ -1,12 +1,11 @@
-"""Models whose rows ranks cannot share (`parallel.context`), and why: their shapes are enough.
+"""Refuse models whose rows ranks cannot share (`parallel.context`): their shapes are enough.
 
-`attention_check` sees those that attend under a mask.
+`attention_check` refuses models that attend under a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -29,8 +28,7 @@ def context_problems(model: PreTrainedModel, degree: int, max_length: int) -> It
             f"{key}: layers of {kind} hand a state along the row, of which a rank has a slice - "
             "use parallel.context=1"
         )
-    of_indexers: list[Any] = indexers(model)
-    chosen = [indexer.index_topk for indexer in of_indexers]
+    chosen = [indexer.index_topk for indexer in indexers(model)]
     if chosen and max_length > min(chosen):
         yield (
             f"{key}: indexers of {kind} choose {min(chosen)} keys of the row, of which a rank has "

@@ -1,9 +1,9 @@
 """Keep documents apart in layers that hand a state along the row instead of attending.
 
-Delta rules, state spaces, lightning attention and short convolutions begin with an empty state, so
-that they are called once per document of a flat row, as `document_attention` attends. The module
-that is called so is the innermost one that mixes tokens: the rest of its layer works by token. A
-gated delta rule on a GPU takes all documents at once where the kernels for that are installed.
+Delta rules, state spaces, lightning attention and short convolutions begin with an empty state. So
+their innermost module that mixes tokens is called once per document of a flat row; the rest of a
+layer works by token. A gated delta rule on a GPU takes all documents at once where the kernels for
+that are installed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _KERNELS = {
 def state_mixers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that hand a state from token to token, of all decoder layers."""
     inside = dict.fromkeys(m for layer in decoder_layers(model) for m in layer.modules())
-    found = {m for m in inside if _keeps_state(m)}
-    return [m for m in inside if m in found and not found & {*list(m.modules())[1:]}]
+    stateful = {m for m in inside if _keeps_state(m)}
+    return [m for m in inside if m in stateful and not stateful & {*list(m.modules())[1:]}]
 
 
 def _keeps_state(module: nn.Module) -> bool:
@@ -68,11 +68,7 @@ def takes_boundaries(mixer: nn.Module) -> bool:
 def missing_kernels(mixers: list[nn.Module]) -> list[str]:
     """Return the names of the packages whose kernels these mixers would call."""
     wanted = {package for mixer in mixers for package in _kernels_of(mixer)}
-    return [name for package, name in _KERNELS.items() if package in wanted - _installed(wanted)]
-
-
-def _installed(packages: set[str]) -> set[str]:
-    return {package for package in packages if find_spec(package)}
+    return [name for each, name in _KERNELS.items() if each in wanted and not find_spec(each)]
 
 
 def _kernels_of(mixer: nn.Module) -> list[str]:
@@ -100,27 +96,24 @@ def delta_state_size(mixer: nn.Module) -> int:
 
 
 def decays_by_head(mixer: nn.Module) -> bool:
-    """Return whether a mixer is a gated delta rule with one decay for each head and token.
-
-    Others have one for each channel (Kimi Linear, arXiv 2510.26692).
-    """
+    """Return whether a mixer is a gated delta rule with one decay for each head and token."""
+    # Kimi Linear (arXiv 2510.26692) has one decay for each channel.
     return hasattr(mixer, "head_k_dim")
 
 
 def recurrence_flops(mixer: nn.Module) -> float:
-    """Return the FLOPs of a token in a mixer's recurrence, its projections left out.
-
-    Products of the state alone count, 2 FLOPs for each of its elements. A delta rule has three
-    (arXiv 2412.06464, equation 10; by channel arXiv 2510.26692, equation 1): what the state answers
-    to a key, the change of the state, and what it answers to a query. A state space has two (arXiv
-    2312.00752, equation 2; 2405.21060, equation 1): the change and the answer; so have lightning
-    attention (arXiv 2401.04658, equation 4). A convolution's weights count as parameters do.
-    """
+    """Return the FLOPs of a token in a mixer's recurrence: 2 for each element of its state and
+    each product with it. Projections are left out; weights of convolutions count as parameters."""
     m: Any = mixer
+    # A state space has two products, the change of the state and its answer to a query (arXiv
+    # 2312.00752, equation 2; 2405.21060, equation 1).
     if hasattr(m, "ssm_state_size"):
         return 4.0 * m.intermediate_size * m.ssm_state_size
+    # A delta rule has a third one, the state's answer to a key (arXiv 2412.06464, equation 10; by
+    # channel 2510.26692, equation 1).
     if state := delta_state_size(mixer):
         return 6.0 * state
+    # Lightning attention has two (arXiv 2401.04658, equation 4).
     if getattr(m, "layer_type", "") == "linear_attention" and hasattr(m, "num_attention_heads"):
         return 4.0 * m.num_attention_heads * m.head_dim * m.head_dim
     return 0.0
