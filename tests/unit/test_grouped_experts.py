@@ -202,7 +202,7 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
         output = expert_outputs(experts, rows, weights, ids, ends)
         pairs = TokenPairs(torch.randperm(count), torch.Size([count // 2, 2]))
         part = F.pad(output, (0, 0, 0, number))[:count]  # a view, of another base in each layer
-        output = linear_map(pairs.sum_by_token, pairs.of_tokens, part)
+        output = linear_map(pairs.sum_by_token, pairs.token_by_pair, part)
         inputs = [rows, weights, *experts.parameters()]
         return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 

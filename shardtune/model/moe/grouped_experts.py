@@ -1,7 +1,7 @@
 """The products of stacked experts, on rows that are sorted by expert.
 
-As transformers' `grouped_mm_experts_forward`, without its sorting: rows that come from other ranks
-are brought into order once. Each row's output has its weight already.
+They equal transformers' `grouped_mm_experts_forward`, without its sorting: rows from other ranks
+are brought into order once. Each row's output is multiplied by the router's weight already.
 
 On GPUs `gathering_forward` stands for transformers' own, in which the gradient of a token's copies
 is a sum in any order: compiled, by atomic additions in bfloat16, so that no step repeats.
@@ -31,55 +31,48 @@ def are_stacked(experts: type[nn.Module]) -> bool:
 
 
 def trait(experts: nn.Module, name: str) -> bool:
-    """Return a trait of experts. Those that do not say it (Step 3.7) have a gate alone."""
+    """Return a trait of experts. Experts that name no traits (Step 3.7) have a gate alone."""
     return bool(getattr(experts, name, name == "has_gate"))
 
 
 def gather_both_ways(model: PreTrainedModel) -> None:
-    """Let all stacked experts run `gathering_forward`, where nothing else stands for it."""
+    """Let all stacked experts run `gathering_forward`, if they do not exchange tokens."""
     ALL_EXPERTS_FUNCTIONS.register("shardtune", gathering_forward)
     model.set_experts_implementation("shardtune")
 
 
 def gathering_forward(
     experts: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    hidden_states: torch.Tensor,  # (tokens, width)
+    top_k_index: torch.Tensor,  # (tokens, k)
+    top_k_weights: torch.Tensor,  # (tokens, k)
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's experts: (tokens, width).
-
-    `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, k).
-    """
+    """Return the weighted sum of each token's experts: (tokens, width)."""
     number = cast(Any, experts).down_proj.shape[0]
     # Choices beyond the experts, which some routers have for tokens that need none, add nothing.
     top_k_weights = top_k_weights.masked_fill(top_k_index >= number, 0)
     expert_ids, order = top_k_index.clamp(max=number - 1).flatten().sort()
     pairs = TokenPairs(order, top_k_index.shape)
-    # Of each expert, the end of its (token, expert) pairs.
+    # The end of each expert's (token, expert) pairs.
     each = torch.arange(number, device=expert_ids.device)
     ends = torch.searchsorted(expert_ids, each, right=True).to(torch.int32)
-    rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
+    rows = linear_map(pairs.token_by_pair, pairs.sum_by_token, hidden_states)
     put_back = partial(take_rows, pairs.pairs_of_token.flatten())
     weights = linear_map(partial(take_rows, order), put_back, top_k_weights.reshape(-1, 1))
     outputs = expert_outputs(experts, rows, weights, expert_ids, ends)
-    return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
+    return linear_map(pairs.sum_by_token, pairs.token_by_pair, outputs)
 
 
 def expert_outputs(
     experts: nn.Module,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
-    ends: torch.Tensor,
+    rows: torch.Tensor,  # (rows, width), sorted by `expert_ids`
+    weights: torch.Tensor,  # (rows, 1)
+    expert_ids: torch.Tensor,  # (rows,)
+    ends: torch.Tensor,  # (experts,), int32: where the rows of each expert end
 ) -> torch.Tensor:
-    """Return the weighted output of each row's expert: (rows, width).
-
-    rows: (rows, width), sorted by `expert_ids`, (rows,). weights: (rows, 1). ends: (experts,),
-    int32, of each expert the number of rows up to its last.
-    """
+    """Return the weighted output of each row's expert: (rows, width)."""
     this: Any = experts  # the attributes of transformers' experts
-    # Adapted experts have one of their own.
+    # Experts with adapters have a product of their own.
     product = getattr(this, "product", None) or partial(stack_product, experts)
     up = "gate_up_proj" if trait(this, "has_gate") else "up_proj"
     hidden = product(up, rows, expert_ids, ends)
@@ -126,7 +119,7 @@ def _weighted_activation(
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """One kernel forward and one backward where a GPU's compiler works; keeps its inputs alone."""
+    """Runs one kernel forward and one backward where a GPU compiles, and keeps only its inputs."""
 
     @staticmethod
     def forward(
@@ -157,24 +150,22 @@ def _weighted_backward(
 
 
 class TokenPairs:
-    """The (token, expert) pairs in an order, and their tokens. Both ways are gathers."""
+    """Maps tokens to their (token, expert) pairs, and back. Both ways are gathers."""
 
+    # `order`: the numbers of all pairs that have an expert; pairs are counted token by token.
+    # `shape`: [tokens, k].
     def __init__(self, order: torch.Tensor, shape: torch.Size) -> None:
-        """order: of pairs that are numbered by token, without those of no expert.
-
-        shape: [tokens, k].
-        """
         self._token_of_pair = order // shape[1]
         self.pairs_of_token = inverse(order, shape.numel()).view(shape)
 
-    def of_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def token_by_pair(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the token of each pair."""
         return tokens[self._token_of_pair]
 
     def sum_by_token(self, pairs: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's pairs."""
         if len(pairs) < self.pairs_of_token.numel():
-            pairs = F.pad(pairs, (0, 0, 0, 1))  # what those of no expert add
+            pairs = F.pad(pairs, (0, 0, 0, 1))  # pairs without an expert add this row of zeros
         return cast(torch.Tensor, _sum_rows(pairs, self.pairs_of_token))
 
 

@@ -27,16 +27,13 @@ def gathered_numel(parameter: torch.Tensor) -> int:
 
 
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
-    """Return the dimension of a parameter that FSDP2 splits into `shards`.
-
-    It is the first, FSDP2's own choice, unless that leaves ranks without any of the stacked
-    experts, or of the biases of spread ones. Then it is the last if it divides evenly, as FSDP2
-    demands of every other dimension, else the first again, and these ranks have empty slices.
-    """
+    """Return the dimension of a parameter that FSDP2 splits into `shards`."""
+    # It is the first, as FSDP2 itself chooses, unless some ranks would get no experts of a stack.
+    # Then it is the last, if it divides evenly, as FSDP2 demands of all dimensions but the first.
     experts, width = to_local(parameter).shape[0], parameter.shape[-1]
-    of_experts = is_stack(parameter) or is_spread(parameter)
-    if of_experts and leaves_empty_slices(experts, shards) and width % shards == 0:
-        # The last dimension: the second is where the files' gate and up projections are joined.
+    has_experts = is_stack(parameter) or is_spread(parameter)
+    if has_experts and leaves_empty_slices(experts, shards) and width % shards == 0:
+        # Not the second dimension, in which gate and up projections of the files are joined.
         return Shard(parameter.dim() - 1)
     return Shard(0)
 

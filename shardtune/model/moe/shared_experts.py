@@ -9,10 +9,10 @@ from torch import nn
 
 
 class SharedExperts:
-    """The experts of all tokens, beside those of a router: they run while tokens travel.
+    """Runs the module of shared experts while tokens travel to the experts of a router.
 
-    Their module returns what was computed ahead where it is called behind the others, on the same
-    input. Where an architecture calls it before, or on another input, nothing is.
+    A later call of the module on the same input returns that output. If an architecture calls the
+    module first, or on another input, it runs only then.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -22,7 +22,7 @@ class SharedExperts:
         module.forward = torch.compiler.disable(self._output)
 
     def run_ahead(self, tokens: torch.Tensor) -> None:
-        """Compute for tokens, [tokens, width]."""
+        """Compute the output for tokens, [tokens, width], and keep it for the module's call."""
         if not self._came_first and not self._has_another_input:
             self._ahead = _elements(tokens), self._forward(tokens)
         self._came_first = False
@@ -42,6 +42,6 @@ class SharedExperts:
 
 
 def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what tensors with the same elements in memory share, until these change."""
+    """Return a key that is equal for tensors with the same memory, until its contents change."""
     storage = tensor.untyped_storage()
     return storage, tensor.storage_offset(), tensor.numel(), tensor._version

@@ -40,10 +40,7 @@ _SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' nam
 
 
 def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterator[str]:
-    """Yield why the experts of a model cannot be spread over `degree` ranks.
-
-    FSDP2 then shards those of each rank over `copies`.
-    """
+    """Yield why experts cannot be spread over `degree` ranks, and each part over `copies` ranks."""
     if degree == 1:
         return
     kind, key = model.config.model_type, f"parallel.expert={degree}"
@@ -77,7 +74,7 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     The parameters become DTensors, and each module exchanges tokens around its own forward.
     """
     plan = _plan_of_experts(model)
-    # No plan knows adapters, and these would have their module's style.
+    # No plan knows adapters: without this each factor would get the style of its module.
     plan |= dict.fromkeys(filter(is_factor, plan), _STACK)
     modules: dict[nn.Module, list[SharedExperts]] = {}
     for name, module in model.named_modules():
@@ -89,18 +86,17 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
         return ExpertExchange(experts, modules[experts], mesh, progress)
 
     EPImplementationInterface.register("shardtune", exchange)
-    # The ranks with the same batch, none here, would be the third argument.
+    # The second mesh is for tensor parallelism, which `exchange` does not use.
     apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="shardtune")
-    for module in cast(dict[Any, Any], modules):  # the sizes of an exchange go through the host
+    # The host reads the sizes of each exchange, on which a compiled graph would break.
+    for module in cast(dict[Any, Any], modules):
         module.forward = torch.compiler.disable(module.forward)
     return list(modules)
 
 
 def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
-    """Return transformers' plan to spread experts, by the names of modules and parameters.
-
-    Gemma 4's cuts its dense MLPs, too, which are FSDP2's here.
-    """
+    """Return transformers' plan to spread experts, by the names of modules and parameters."""
+    # Gemma 4's plan also cuts its dense MLPs, which FSDP2 shards here.
     plan = model._expand_parallel_plan(model.ep_plan)
     return {name: style for name, style in plan.items() if style not in ("colwise", "rowwise")}
 
@@ -112,8 +108,7 @@ def spread_stacks(model: PreTrainedModel) -> set[str]:
 
 
 def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
-    """Yield each module of stacked experts that is called with its router's choices: its name,
-    itself and how many experts it has."""
+    """Yield name, module and number of experts of each stack that takes a router's choices."""
     for name, module in model.named_modules():
         stacks = [*filter(is_stack, module.parameters(recurse=False))]
         # The module itself, tokens, the router's choices and their weights.

@@ -1,8 +1,8 @@
 """Run experts and MLPs on a part of a row's tokens at a time, so that long rows fit.
 
-What a tile computes is dropped after it and computed again in its backward: that part of a layer's
-forward runs once more, and at its peak has the activations of one tile. Every rank has as many
-tiles, however few its tokens, since spread experts exchange in each.
+The activations of a tile are dropped after it and computed again in its backward. So these modules
+run twice, and hold the activations of one tile at a time. All ranks run the same number of tiles,
+even with few tokens, since spread experts exchange tokens in each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardtune.model.traits import decoder_layers, is_stack
 
 
 def tile_layers(model: PreTrainedModel, tiles: int) -> None:
-    """Let the experts and dense MLPs of all layers run on so many parts of their tokens."""
+    """Let the experts and dense MLPs of all layers run on their tokens in `tiles` parts."""
     module: Any
     for _, module, _ in stacked_experts(model):
         module.tiles = tiles
@@ -33,7 +33,7 @@ def tile_layers(model: PreTrainedModel, tiles: int) -> None:
 def _is_mlp(module: nn.Module) -> bool:
     """Whether this is transformers' dense MLP, which maps each token by itself."""
     is_named_so = any(kind.__name__.endswith("MLP") for kind in type(module).__mro__)
-    return is_named_so and not any(map(is_stack, module.parameters()))  # GPT-OSS' has some
+    return is_named_so and not any(map(is_stack, module.parameters()))  # GPT-OSS' MLP has stacks
 
 
 def _tiled(forward: Callable[..., torch.Tensor], tiles: int, dim: int) -> Callable[..., Any]:

@@ -30,11 +30,10 @@ from shardtune.model.moe.shared_experts import SharedExperts
 
 
 class ExpertExchange(EPImplementation):
-    """Bring tokens to the ranks of their experts, and the experts' outputs back.
+    """Brings tokens to the ranks of their experts, and the experts' outputs back."""
 
-    Tokens travel with their weights, and outputs come back weighted: what follows is a sum, whose
-    backward needs no output, so that a layer that is computed again need not bring them back.
-    """
+    # Tokens travel with their weights, and outputs come back weighted. Only a sum follows, whose
+    # backward needs no output: a layer that is computed again ends before outputs travel.
 
     def __init__(
         self,
@@ -51,12 +50,9 @@ class ExpertExchange(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of the experts' outputs for each of this rank's tokens.
-
-        hidden_states: [tokens, width]. top_k_index, the experts' numbers in the layer, and
-        top_k_weights: [tokens, k].
-        """
-        # Sorted by expert, the pairs of each rank are consecutive.
+        """Return the weighted sum of the experts' outputs for each token of this rank."""
+        # hidden_states: [tokens, width]; top_k_index and top_k_weights: [tokens, k]. An index is
+        # the expert's number in the layer: sorted by it, the pairs of each rank are consecutive.
         expert_of_pair = top_k_index.flatten()
         order = expert_of_pair.argsort(stable=True)
         counts = expert_of_pair.new_zeros(self._ranks * self._local_experts + 1)
@@ -65,15 +61,17 @@ class ExpertExchange(EPImplementation):
         received_counts = torch.empty_like(sent_counts)
         with self._progress.waiting():
             dist.all_to_all_single(received_counts, sent_counts, group=self._exchange.group)
-            # The layer's one host sync.
+            # The host must know the sizes of the messages: this is its one wait in a layer.
             sizes = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)])
             sent, received = sizes.tolist()
 
-        order = order[: sum(sent)]  # the others chose no expert
+        order = order[: sum(sent)]  # pairs behind these chose no expert
         pairs = TokenPairs(order, top_k_index.shape)
         there, back = self._exchange.there_and_back(sent, received)
+        # Weights travel before tokens: all ranks call these collectives in one order. Then shared
+        # experts compute while tokens travel, but not in tiles, which have only a part of a row.
         weights = linear_map(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
-        rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
+        rows = linear_map(pairs.token_by_pair, pairs.sum_by_token, hidden_states)
         arrive = self._exchange.begin(sent, received, rows.detach())
         is_whole = getattr(self._experts, "tiles", 1) == 1
         try:
@@ -82,8 +80,10 @@ class ExpertExchange(EPImplementation):
             rows = linear_map(lambda _: arrive(), back, rows)
             outputs = self._run_experts(rows, weights, received_counts)
             outputs = linear_map(back, there, outputs)
-            return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
-        except BaseException:  # a layer that is computed again ends when it has what it needs
+            return linear_map(pairs.sum_by_token, pairs.token_by_pair, outputs)
+        # Checkpointing ends a layer that is computed again by an exception, as soon as its backward
+        # has all it needs. An output computed ahead must not wait for the next micro-batch.
+        except BaseException:
             for shared in self._shared:
                 shared.forget()
             raise
@@ -91,11 +91,9 @@ class ExpertExchange(EPImplementation):
     def _run_experts(
         self, rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted output of each row that has arrived.
-
-        rows: [rows, width], and weights: [rows, 1], by sender and there by expert. counts:
-        [senders, experts], of the rows.
-        """
+        """Return the weighted output of each row that has arrived."""
+        # rows, [rows, width], and weights, [rows, 1], are sorted by sender, then by expert. counts,
+        # [senders, experts], are numbers of rows.
         n_rows = len(rows)
         if n_rows == 0:
             # A zero row, dropped again below, gives the experts a gradient and lets the backward
@@ -103,10 +101,10 @@ class ExpertExchange(EPImplementation):
             rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
             counts = torch.zeros_like(counts)
             counts[0, 0].fill_(1)
-        of_experts = counts.sum(dim=0)
-        ends = of_experts.cumsum(0)
-        # Where the rows of a sender for an expert begin, by expert and there by sender.
-        begins = (ends - of_experts) + counts.cumsum(0) - counts
+        per_expert = counts.sum(dim=0)
+        ends = per_expert.cumsum(0)
+        # Where the rows of each sender begin if rows are sorted by expert, then by sender.
+        begins = (ends - per_expert) + counts.cumsum(0) - counts
         by_sender = counts.flatten()
         shifts = begins.flatten() - (by_sender.cumsum(0) - by_sender)
         places = torch.arange(len(rows), device=rows.device)
@@ -114,7 +112,7 @@ class ExpertExchange(EPImplementation):
         put, take = partial(take_rows, inverse(places, len(places))), partial(take_rows, places)
         rows, weights = linear_map(put, take, rows), linear_map(put, take, weights)
         expert_ids = torch.arange(self._local_experts, device=rows.device)
-        expert_ids = expert_ids.repeat_interleave(of_experts, output_size=len(rows))
+        expert_ids = expert_ids.repeat_interleave(per_expert, output_size=len(rows))
         if are_stacked(type(self._experts)):
             ends = ends.to(torch.int32)
             outputs = expert_outputs(self._experts, rows, weights, expert_ids, ends)
