@@ -1,4 +1,4 @@
-"""What a model's config.json refutes by its numbers alone, before torch is imported for seconds.
+"""Refuse a run by the numbers of config.json alone, before torch is imported for seconds.
 
 The checks of the built model use the same messages.
 """
@@ -22,7 +22,7 @@ from shardtune.model import traits
 
 # The ways of quantising that are read.
 METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-# Architectures that would need code of their own, and those to use instead.
+# Architectures that would need code of their own, and architectures to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
 _INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
 _INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
@@ -30,15 +30,15 @@ _INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
 _INSTEAD |= dict.fromkeys(
     ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"), "gpt_oss or glm4_moe"
 )
-# Models whose files are not read, and where the same ones are in bfloat16.
+# Models whose files are not read, and copies of them in bfloat16.
 _BFLOAT16_COPIES = {"Kimi-K2-Thinking": "unsloth/Kimi-K2-Thinking-BF16"}
 
 
 def require_possible(config: Config, nodes: int, ranks_per_node: int) -> None:
-    """Compare a run's mesh and rows with its machine and the model's config.json, if it is here.
+    """Compare a run's mesh and rows with its machine and with config.json, if it is here.
 
     Raises:
-        UserError: with each problem.
+        UserError: with every problem.
     """
     ranks = nodes * ranks_per_node
     layout = Layout.divided(ranks, dict(config.parallel))
@@ -51,7 +51,7 @@ def require_possible(config: Config, nodes: int, ranks_per_node: int) -> None:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the config.json of a directory or of the hub's cache, or nothing where it has none.
+    """Return the config.json of a directory or of the hub's cache, or an empty one without it.
 
     Raises:
         UserError: the directory does not exist, or its config.json does not describe a model.
@@ -67,7 +67,7 @@ def _read(path: str) -> dict[str, Any]:
         is_here = isinstance(file, (str, Path))
         given = json.loads(Path(file).read_text(encoding="utf-8")) if is_here else {}
     except (OSError, ValueError) as error:
-        if not folder.is_dir():  # not a name that the hub could have, say
+        if not folder.is_dir():  # such as a name that the hub cannot have
             return {}
         raise UserError(
             f"model.path={path}: its config.json cannot be read ({error}) - {remedy}"
@@ -93,7 +93,7 @@ def _problems(config: Config, given: Mapping[str, Any], layout: Layout) -> Itera
             beyond_positions(config.data.max_length, positions, path),
             undivided_heads(layout.context, traits.heads(settings).queries, kind),
             older_transformers(layout.expert),
-            # A name that is not known here may be one of experts.
+            # The number of experts may have a name that `traits` does not know.
             "" if "expert" in str(given) else without_experts(layout.expert, kind),
             undivided_experts(layout.expert, experts, kind),
             too_few_layers(layout.stages, layers, layout.ranks, kind),
@@ -108,7 +108,7 @@ def not_trained(kind: str) -> str:
 
 
 def beyond_positions(max_length: int, positions: int, path: str) -> str:
-    """Return why rows are too long for a model, or an empty text. `positions`: 0 if any."""
+    """Return why rows are too long for a model, or an empty text. 0 `positions`: no limit."""
     if not 0 < positions < max_length:
         return ""
     return (
@@ -167,7 +167,7 @@ def unread_quantisation(given: Mapping[str, Any], path: str) -> str:
     if not quantisation or not isinstance(quantisation, Mapping):
         return ""
     method = str(quantisation.get("quant_method") or "")
-    # What NVIDIA's tools write has a `quant_algo` alone.
+    # Configurations by NVIDIA's tools have a `quant_algo` alone.
     named = method or quantisation.get("quant_algo") or f"a method with {', '.join(quantisation)}"
     has_fp4 = "fp4" in (quantisation.get("expert_dtype"), given.get("expert_dtype"))
     if method in METHODS and not has_fp4:

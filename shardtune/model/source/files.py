@@ -26,7 +26,7 @@ from shardtune.model.source.text_model import build_text_model, require_text
 from shardtune.model.source.weight_files import INDEX, describe, files_of_weights, weight_problems
 from shardtune.model.traits import number
 
-# Configuration, generation settings, tokenizer and what prepares images and sound.
+# Configuration, generation settings, tokenizer, and processors of images and sound.
 FILES_BESIDE_WEIGHTS = (
     "config.json",
     "generation_config.json",
@@ -40,7 +40,7 @@ FILES_BESIDE_WEIGHTS = (
     "tekken.json",
     "*processor_config.json",
     "chat_template*",
-    "*.py",  # code that config.json may name, which others run; nothing here does
+    "*.py",  # code that config.json may name: users of an export run it, this project does not
 )
 
 
@@ -66,10 +66,8 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         torch.device("meta"),
     ):
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
-    problems = []
     positions = number(config.get_text_config(), "max_position_embeddings")
-    if problem := beyond_positions(max_length, positions, path):
-        problems.append(problem)
+    problems = [*filter(None, [beyond_positions(max_length, positions, path)])]
     if model.init == "pretrained" and Path(path).is_dir():
         problems += _problems_of_weights(Path(path))
     if problems:
@@ -83,12 +81,12 @@ def _read_config(path: str) -> PreTrainedConfig:
     try:
         return read_config(path)
     except ValueError as error:
-        given, _ = PreTrainedConfig.get_config_dict(path)
-        kind = given.get("model_type")
-        if kind in CONFIG_MAPPING or (kind is None and "auto_map" not in given):
+        values, _ = PreTrainedConfig.get_config_dict(path)
+        kind = values.get("model_type")
+        if kind in CONFIG_MAPPING or (kind is None and "auto_map" not in values):
             raise
         what = f"transformers {transformers.__version__} does not know the architecture {kind}"
-        if "auto_map" in given:
+        if "auto_map" in values:
             what = "its model is code of its own, which is not run here"
         problem = f"model.path={path}: {what} - name a model that transformers knows"
         raise UserError(problem) from error
@@ -136,7 +134,7 @@ def model_folder(path: str) -> Path | None:
 
 @contextmanager
 def _refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
-    """Turn what transformers and the hub's client raise, each in its own way, into a UserError."""
+    """Turn the various errors of transformers and of the hub's client into a UserError."""
     unreachable = "" if Path(path).is_dir() else hub_problem()
     try:
         yield

@@ -46,11 +46,10 @@ _DTYPES = DTYPES_IN_SAFETENSORS | DTYPES_OF_PARTS
 
 
 class StoredTensor:
-    """A tensor in a safetensors file, of which only the bytes of a slice are read.
+    """A tensor in a safetensors file, of which only the bytes of a slice are read."""
 
-    It stands in for a slice of `safe_open`. That is mapped: a rank that needs columns reads all of
-    the rows, and an error of the disk kills the process.
-    """
+    # It stands for a slice of `safe_open`, which maps the file: a rank that needs columns would
+    # read whole rows, and an error of the disk would kill the process.
 
     def __init__(
         self, file: IO[bytes], begin: int, dtype: str, shape: Sequence[int], reader: _Reader
@@ -91,10 +90,7 @@ class StoredTensor:
 def open_tensors(
     paths: Sequence[str | Path], dtype: torch.dtype, share: float = 1.0
 ) -> Iterator[dict[str, Sliceable]]:
-    """Open files of a model and yield their tensors by name, the quantised ones of this dtype.
-
-    `share` is this rank's part of them.
-    """
+    """Yield a model's tensors by name, quantised ones in `dtype`. `share`: this rank's part."""
     with ExitStack() as opened:
         reader = _Reader(opened.enter_context(ThreadPoolExecutor(_READERS)), share)
         tensors: dict[str, StoredTensor] = {}
@@ -108,10 +104,7 @@ def open_tensors(
 
 
 class _Reader:
-    """Reads with several threads, and logs how far the reading is.
-
-    That is as this rank sees it: all ranks read their shares at the same time.
-    """
+    """Reads with several threads, and logs the progress of this rank as that of all ranks."""
 
     def __init__(self, threads: ThreadPoolExecutor, share: float) -> None:
         self.total_bytes = 0  # of the files
@@ -167,10 +160,10 @@ def _read_pieces(file: IO[bytes], pieces: Sequence[tuple[int, memoryview]]) -> N
 
 
 class SliceConverter(WeightConverter):
-    """Convert stored tensors as transformers does, in less memory, and where a slice is empty.
+    """Converts stored tensors as transformers does, in less memory and for empty slices, too.
 
-    Files hold one tensor per expert. Each rank reads the experts of its slice and stacks them;
-    transformers fails where there is none to stack, and holds every expert three times.
+    Files hold one tensor per expert. Each rank reads the experts of its slice and stacks them.
+    transformers fails if a rank has no experts to stack, and holds every expert three times.
     """
 
     __slots__ = ()
@@ -190,8 +183,8 @@ class SliceConverter(WeightConverter):
             return {layer_name: stored if fits else stored.transpose(1, 2).contiguous()}
         if not _joins_or_cuts_rows(operations):
             return super().convert(layer_name, model, *more, **options)
-        # The slices of rows are no slice of what they make: the model joins the convolutions of
-        # queries, keys and values, say.
+        # Slices of rows do not make a slice of the result if a model joins rows, such as those of
+        # the convolutions of queries, keys and values. So the whole tensors are read, and cut here.
         for pattern, reads in self.collected_tensors.items():
             self.collected_tensors[pattern] = cast(Any, [partial(_read_whole, r) for r in reads])
         made = super().convert(layer_name, model, *more, **options)
@@ -201,11 +194,7 @@ class SliceConverter(WeightConverter):
         }
 
     def _stack(self, shape: torch.Size) -> torch.Tensor:
-        """Read one expert after the other into its place in a stack of this shape.
-
-        Raises:
-            UserError: the stored experts do not fill it.
-        """
+        """Read one expert after the other into its place in a stack. Raises UserError."""
         stack: torch.Tensor | None = None
         end = 0
         for pattern in self.source_patterns:
@@ -240,7 +229,7 @@ def _joins_or_cuts_rows(operations: Sequence[tuple[type, int | None]]) -> bool:
 
 
 def _read_whole(read: Any) -> torch.Tensor:
-    """Read the tensor of which a function of transformers reads this rank's slice."""
+    """Read the whole tensor, where `read`, a function of transformers, would read a slice."""
     within = inspect.getclosurevars(read).nonlocals
     whole: torch.Tensor = within["tensor"][...].to(within["dtype"])
     return whole
@@ -252,12 +241,10 @@ def load_sharded(
     device: torch.device,
     shard: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
-    """Load the weights into a model like the skeleton that is sharded before they are read.
-
-    transformers builds on meta, calls `maybe_distribute_model`, and then reads only its slices of
-    all parameters that are DTensors. Its own version of that method unties tied embeddings and
-    supports neither a world of one nor our dtypes.
-    """
+    """Load the weights into a model like the skeleton, which is sharded before they are read."""
+    # transformers builds on meta, calls `maybe_distribute_model`, and then reads only this rank's
+    # slices of all parameters that are DTensors. Its own version of that method unties tied
+    # embeddings and supports neither a world of one nor our dtypes: so a subclass replaces it.
     model, info = _sharded_class(skeleton, device, shard).from_pretrained(
         path,
         config=skeleton.config,
@@ -268,7 +255,7 @@ def load_sharded(
         ignore_mismatched_sizes=True,
     )
     del model.config.distributed_config
-    # What reading has left in the allocator has other sizes than what training asks for.
+    # Free blocks that reading has left in the allocator have other sizes than training asks for.
     torch.cuda.empty_cache()
     _require_all_weights(path, info)
     return cast(PreTrainedModel, model)
@@ -277,7 +264,7 @@ def load_sharded(
 def _sharded_class(
     skeleton: PreTrainedModel, device: torch.device, shard: Callable[[PreTrainedModel], None]
 ) -> type[Any]:
-    """Return the skeleton's class, but one that `from_pretrained` shards before it reads."""
+    """Return a subclass of the skeleton's class that `from_pretrained` shards before it reads."""
     model_class, names = type(skeleton), sorted(skeleton.state_dict())
     whole = sum(p.numel() for p in skeleton.parameters())
 
@@ -302,7 +289,7 @@ def _sharded_class(
 
         @classmethod
         def is_custom_code(cls) -> bool:
-            # FSDP2's classes look so, and then no module initialises the buffers of others.
+            # FSDP2's classes look like custom code, where transformers leaves buffers undefined.
             return model_class.is_custom_code()
 
         @classmethod
@@ -313,7 +300,7 @@ def _sharded_class(
 
         @classmethod
         def maybe_distribute_model(cls, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
-            # from_pretrained ties only after reading; FSDP2 must see tied weights as one parameter.
+            # transformers ties only after reading. FSDP2 must see tied weights as one parameter.
             model.tie_weights()
             shard(model)
             return model
@@ -335,7 +322,7 @@ def _sharded_class(
 
 
 def _leave_towers_out(model: PreTrainedModel) -> None:
-    """Drop what no text reaches, and let the files have tensors of it."""
+    """Drop the towers, which no text reaches, although the files have tensors of them."""
     towers = drop_towers(model)
     if not towers:
         return
@@ -346,7 +333,7 @@ def _leave_towers_out(model: PreTrainedModel) -> None:
 
 
 def _keep_in_float32(model: PreTrainedModel) -> None:
-    """Read what the class keeps in float32 so; what is trained has the dtype of masters."""
+    """Keep in float32 what the class names, but trained weights, which have the masters' dtype."""
     patterns = "|".join(model._keep_in_fp32_modules_strict or ())
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     model._keep_in_fp32_modules_strict = {
@@ -358,7 +345,7 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _one_parameter_at_a_time() -> Iterator[None]:
-    """Keep transformers' threads from reading ahead without a bound. Ours read in parallel."""
+    """Keep transformers' threads from reading ahead without a bound. `_Reader` has threads."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

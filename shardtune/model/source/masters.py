@@ -1,4 +1,4 @@
-"""Weights of which the device keeps fewer digits than masters have, on their way to host memory."""
+"""Master weights on their way to host memory, while the device keeps the weights rounded."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from shardtune.distributed.tensors import sharded_as, to_local
 
 
 def keep_master(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Attach a rank's slice of a weight, in all its digits, to what the device keeps of it."""
-    made: Any = parameter
-    made.master = values
+    """Attach a rank's slice of a master weight to the rounded weight on the device."""
+    rounded: Any = parameter
+    rounded.master = values
 
 
 def take_master(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the attached slice, if there is one, and detach it."""
+    """Return the attached master, if there is one, and detach it."""
     return vars(parameter).pop("master", None)
 
 
 @contextmanager
 def rounded_when_read(stored: torch.dtype) -> Iterator[None]:
-    """Round each weight that is loaded into a model to this dtype, and attach its master.
-
-    transformers sets one parameter after the other: a device has one of them in all its digits. It
-    would begin by allocating the memory of all of them so.
-    """
+    """Round each weight that is loaded into a model to this dtype, and attach its master."""
+    # transformers sets one parameter after the other, so that the device has one at a time in all
+    # its digits. But first it would allocate as much memory as all masters need, to warm up.
 
     def hook(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
         is_read = isinstance(parameter, DTensor) and not parameter.is_meta

@@ -1,7 +1,7 @@
 """Read quantised weights as the model has them: values and scales become floating-point numbers.
 
-A quantised tensor stands in for a `StoredTensor`: of each slice only its bytes are read, and they
-are dequantised in pieces, so that a rank holds its share of the model and one piece.
+A quantised tensor stands for a `StoredTensor`: only the bytes of a slice are read, and dequantised
+in pieces, so that a rank holds its share of the model and one piece.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTIZATION = "quantization_config"  # of a config.json
 DTYPES_OF_PARTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0", "U8"}
 _PIECE = 4 << 20  # values that are dequantised at a time
-# A value of 8 bits, in float32, and its scale; halves of bytes, indices of 8 bytes, and results.
+# FP8: a value of 8 bits, in float32, and its scale. MXFP4: half bytes, indices of 8 bytes, results.
 _PIECE_BYTES = {"fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
 _MXFP4_GROUP = 32  # values of one scale
 
@@ -51,10 +51,9 @@ class Sliceable(Protocol):
 
 def box_of(index: Index, shape: Sequence[int]) -> list[range]:
     """Return which indices of each dimension a slice has."""
-    given = () if index is Ellipsis else index
+    cuts = () if index is Ellipsis else index
     return [
-        range(size)[given[dim]] if dim < len(given) else range(size)
-        for dim, size in enumerate(shape)
+        range(size)[cuts[dim]] if dim < len(cuts) else range(size) for dim, size in enumerate(shape)
     ]
 
 
@@ -65,7 +64,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 class _Dequantised(ABC):
     """A tensor whose values and scales are stored."""
 
-    _cut_first: Sequence[int]  # dimensions, those first whose parts are far apart in the files
+    _cut_first: Sequence[int]  # dimensions, beginning with the one that is outermost in the files
 
     def __init__(self, shape: list[int], dtype: torch.dtype) -> None:
         self._shape, self._dtype = shape, dtype
@@ -92,7 +91,7 @@ class _Dequantised(ABC):
 
 
 def _pieces(box: Box, cut_first: Sequence[int]) -> Iterator[Box]:
-    """Cut a box into ones of at most _PIECE values."""
+    """Cut a box into boxes of at most _PIECE values."""
     count = math.prod(map(len, box))
     dim = next((dim for dim in cut_first if len(box[dim]) > 1), None)
     if count <= _PIECE or dim is None:
@@ -107,8 +106,8 @@ def _pieces(box: Box, cut_first: Sequence[int]) -> Iterator[Box]:
 class BlockScaled(_Dequantised):
     """8-bit values in blocks of rows and columns, each with a scale; or one scale for all.
 
-    transformers multiplies in float32 as well (`Fp8Dequantize`), but refuses sizes that its blocks
-    do not divide. As in DeepSeek's own code, their last blocks are smaller.
+    transformers multiplies in float32 as well (`Fp8Dequantize`), but refuses sizes that blocks do
+    not divide. Here, as in DeepSeek's own code, the last blocks of such a size are smaller.
     """
 
     def __init__(
@@ -116,12 +115,11 @@ class BlockScaled(_Dequantised):
         values: Sliceable,
         scales: Sliceable,
         dtype: torch.dtype,
-        given: tuple[int, int] | None,
+        configured: tuple[int, int] | None,  # the size of a block in config.json
     ) -> None:
-        """`given`: the size of a block that config.json has."""
         super().__init__(values.get_shape(), dtype)
         self._values, self._scales = values, scales
-        self._block = block_size(values.get_shape(), scales.get_shape(), given)
+        self._block = block_size(values.get_shape(), scales.get_shape(), configured)
         self._cut_first = range(len(self._shape))
 
     def _dequantise(self, box: Box) -> torch.Tensor:
@@ -138,7 +136,7 @@ class BlockScaled(_Dequantised):
 
 
 def block_size(
-    values: list[int], scales: list[int], given: tuple[int, int] | None
+    values: list[int], scales: list[int], configured: tuple[int, int] | None
 ) -> tuple[int, int] | None:
     """Return the rows and columns of a block from two tensors' shapes; None for a single scale.
 
@@ -149,8 +147,8 @@ def block_size(
         return None
     if len(values) == len(scales) >= 2 and values[:-2] == scales[:-2] and 0 not in scales:
         sides, counts = values[-2:], scales[-2:]
-        if given and all(map(_is_cut_in, sides, given, counts)):
-            return given
+        if configured and all(map(_is_cut_in, sides, configured, counts)):
+            return configured
         rows, columns = (side // count for side, count in zip(sides, counts, strict=True))
         if sides == [rows * counts[0], columns * counts[1]]:
             return rows, columns
@@ -197,25 +195,21 @@ class MxFp4(_Dequantised):
 def dequantised(
     stored: Mapping[str, Sliceable], folder: Path, dtype: torch.dtype
 ) -> dict[str, Sliceable]:
-    """Return a model's tensors from those in its files; the quantised ones are of this dtype.
-
-    Raises:
-        UserError: there are quantised ones that cannot be read.
-    """
+    """Return a model's tensors from stored ones; quantised ones get `dtype`. Raises UserError."""
     plain, quantised = split_quantised(stored)
     tensors = {name: stored[name] for name in plain}
-    given = _block_of_config(_quantization(folder)) if quantised else None
+    block = _block_of_config(_quantization(folder)) if quantised else None
     for name, (values, scales) in quantised.items():
         parts, is_mxfp4 = (stored[values], stored[scales]), values != name
         try:
-            tensors[name] = MxFp4(*parts, dtype) if is_mxfp4 else BlockScaled(*parts, dtype, given)
+            tensors[name] = MxFp4(*parts, dtype) if is_mxfp4 else BlockScaled(*parts, dtype, block)
         except ValueError as error:
             raise UserError(_not_read(folder, {name: str(error)})) from error
     return tensors
 
 
 def _quantization(folder: Path) -> dict[str, Any]:
-    """Return what a model's config.json says of its quantised weights, or an empty one."""
+    """Return the part of a model's config.json on quantised weights, or an empty one."""
     try:
         values = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -232,21 +226,19 @@ def _block_of_config(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def take_quantization(config: PreTrainedConfig, path: str) -> bool:
-    """Remove from a configuration that its weights are quantised; return whether they are.
-
-    They are read as bfloat16 ones.
+    """Let a configuration of quantised weights say bfloat16; return whether they are quantised.
 
     Raises:
         UserError: they are quantised in a way that is not read.
     """
-    given: dict[str, Any] = {}
+    quantization: dict[str, Any] = {}
     for part in (config, config.get_text_config()):
-        given = given or getattr(part, QUANTIZATION, None) or {}
+        quantization = quantization or getattr(part, QUANTIZATION, None) or {}
         if hasattr(part, QUANTIZATION):
             delattr(part, QUANTIZATION)
-    if not given:
+    if not quantization:
         return False
-    whole = {QUANTIZATION: given, "expert_dtype": getattr(config, "expert_dtype", None)}
+    whole = {QUANTIZATION: quantization, "expert_dtype": getattr(config, "expert_dtype", None)}
     if problem := unread_quantisation(whole, path):
         raise UserError(problem)
     config.dtype = config.get_text_config().dtype = torch.bfloat16
@@ -263,10 +255,10 @@ def quantised_problems(folder: Path) -> list[str]:
         for name in plain
         if stored[name][0] in DTYPES_OF_PARTS or name.endswith("_blocks")
     }
-    given = _block_of_config(quantization)
+    block = _block_of_config(quantization)
     for name, (values, scales) in quantised.items():
         try:
-            _require_readable(stored[values], stored[scales], given, is_mxfp4=name != values)
+            _require_readable(stored[values], stored[scales], block, is_mxfp4=name != values)
         except ValueError as error:
             problems[name] = str(error)
     return [_not_read(folder, problems)] if problems else []
@@ -281,9 +273,9 @@ def _not_read(folder: Path, problems: Mapping[str, str]) -> str:
 
 
 def _require_readable(
-    values: Sequence[Any], scales: Sequence[Any], given: tuple[int, int] | None, is_mxfp4: bool
+    values: Sequence[Any], scales: Sequence[Any], block: tuple[int, int] | None, is_mxfp4: bool
 ) -> None:
-    """Raises ValueError, with what they are, for dtypes and shapes of parts that are not read."""
+    """Raise ValueError, with dtypes or shapes, for values and scales that are not read."""
     (dtype, shape, *_), (scale_dtype, scale_shape, *_) = values, scales
     if is_mxfp4:
         is_read = dtype == scale_dtype == "U8"
@@ -292,13 +284,13 @@ def _require_readable(
     if not is_read:
         raise ValueError(f"{dtype} with scales in {scale_dtype}")
     if not is_mxfp4:
-        block_size(shape, scale_shape, given)
+        block_size(shape, scale_shape, block)
     elif len(shape) != 4 or shape != [*scale_shape, _MXFP4_GROUP // 2]:
         raise ValueError(f"{scale_shape} scales for {shape} bytes")
 
 
 def piece_bytes(folder: Path) -> int:
-    """Return the memory that dequantising takes beside the slice; 0 if nothing is quantised."""
+    """Return the memory for dequantising a piece, beside the slice; 0 if nothing is quantised."""
     return _PIECE_BYTES.get(_quantization(folder).get("quant_method", ""), 0)
 
 

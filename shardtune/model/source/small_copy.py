@@ -18,7 +18,7 @@ _WIDTH = 16  # of MLPs, of experts and of low-rank projections
 _VOCABULARY = 512
 _MANY_PARAMETERS = 5 * 10**7  # a trial of more takes seconds
 _MOST_PARAMETERS = 25 * 10**7  # 1 GB
-_FEWER_LAYERS = 12  # among which each kind is, where all layers are too many
+_FEWER_LAYERS = 12  # with each kind of layer among them, if all layers are too many
 _INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|_lora_rank)$")
 _DELTA_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _HIDDEN = re.compile(r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_size|proj_dim)$")
@@ -27,12 +27,11 @@ _HIDDEN = re.compile(r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embeddin
 def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedModel | None:
     """Build the architecture with few and narrow heads, random weights and float32, on the CPU.
 
-    What tells documents apart is kept: every layer with its type, windows, masks and flags, or,
-    where these are too large, the first dozen; the width of a head, which tables of a rope have;
-    and the number of experts, which groups divide.
+    The copy keeps all that tells documents apart: every layer (of large models the first dozen)
+    with its type, windows, masks and flags, the width of a head, and the number of experts.
 
-    Returns None where no such copy can be built, because widths depend on one another in some other
-    way, or where it would not be small. Then the trial on the loaded weights decides alone.
+    Returns None if no copy can be built or it would not be small. Then the trial on the loaded
+    weights decides alone.
     """
     implementation = None if attention == "auto" else attention
     # Building changes the configuration, and must not change the run's random numbers.
@@ -40,7 +39,7 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
         torch.manual_seed(0)
         try:
             narrow = _narrow(model_config)
-            # The last layers of Gemma 3n have no keys of their own: there all are kept.
+            # The last layers of Gemma 3n use keys of earlier ones: such a model keeps all layers.
             shares_keys = getattr(narrow.get_text_config(), "num_kv_shared_layers", None)
             if _parameters(narrow) > _MANY_PARAMETERS and not shares_keys:
                 narrow = with_layers(narrow, _FEWER_LAYERS)
@@ -57,10 +56,8 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute without other threads: those of a small copy wait longer than they compute.
-
-    On two cores that others use, too, its trials take a twentieth of the time.
-    """
+    """Compute without other threads, which would wait longer than they compute in a small copy."""
+    # On two busy cores the trials of a small copy take a twentieth of the time.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,7 +96,7 @@ def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
                 setattr(section, name, _at_most(_VOCABULARY, value))
             elif name.endswith("_token_id"):
                 setattr(section, name, _at_most(_VOCABULARY - 1, value))
-        if section not in (narrow, text):  # it sees or hears, and no text reaches it
+        if section not in (narrow, text):  # a tower for images or sound, which no text reaches
             for name in {"num_hidden_layers", "depth"} & vars(section).keys():
                 setattr(section, name, 1)
     heads, hidden = getattr(text, "num_attention_heads", None), text.hidden_size
@@ -114,7 +111,7 @@ def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
     text.num_attention_heads = fewer
     if key_heads:
         text.num_key_value_heads = fewer_key_heads
-    # Those of delta rules, whose numbers divide each other.
+    # The numbers of heads of delta rules divide one another, and still must.
     numbers = {name: getattr(text, name, None) for name in _DELTA_HEADS}
     delta_heads = {name: n for name, n in numbers.items() if type(n) is int}
     times = max(1, math.gcd(*delta_heads.values()) // 2)
@@ -124,7 +121,7 @@ def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield a configuration and those within it, such as that of a tower for images."""
+    """Yield a configuration and all configurations within it, such as that of a tower."""
     yield config
     for name in config.sub_configs:
         if isinstance(section := getattr(config, name, None), PreTrainedConfig):
@@ -132,7 +129,7 @@ def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _at_most(limit: int, value: Any) -> Any:
-    """Return a setting of one number or of a number for each layer, at most `limit`."""
+    """Return a setting, a number or a list of one per layer, with no number above `limit`."""
     if isinstance(value, list):
         return [_at_most(limit, each) for each in value]
     return min(limit, value) if type(value) is int else value

@@ -1,7 +1,7 @@
 """Build the part of an architecture that is trained on text.
 
-A model that also sees or hears is built as the class that opens the whole of its files: so each of
-its tensors has the name that they give it. Its towers are left out, since no text reaches them, and
+A model that also sees or hears is built as the class for all of its files, so that its tensors have
+the names of the files. Its towers for images and sound are left out, since no text reaches them;
 an export copies their tensors from the source.
 """
 
@@ -28,10 +28,10 @@ from shardtune.errors import UserError, first_line
 
 def describe_type(folder: Path, model_config: PreTrainedConfig) -> str | None:
     """Return a line on a type that is read as another one, or None."""
-    own = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if own in (None, model_config.model_type):
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if stored in (None, model_config.model_type):
         return None
-    return f"Architecture: {own}, read as {model_config.model_type}"
+    return f"Architecture: {stored}, read as {model_config.model_type}"
 
 
 def build_text_model(model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -52,7 +52,7 @@ def build_with_towers(model_config: PreTrainedConfig, **options: Any) -> PreTrai
 
 
 def _class_of(model_config: PreTrainedConfig) -> type[Any]:
-    """Return the class of automatic models that opens the whole of such a model's files."""
+    """Return transformers' automatic class that opens all of such a model's files."""
     kind = type(model_config)
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     # A text part alone has a configuration of its own, and another name for each tensor.
@@ -72,17 +72,13 @@ def _class_of(model_config: PreTrainedConfig) -> type[Any]:
 
 
 def require_text(model: PreTrainedModel) -> None:
-    """Put tokens alone through a model on meta that also sees or hears.
-
-    Raises:
-        UserError: its forward needs more.
-    """
+    """Raise UserError if a model on meta that also sees or hears cannot run on tokens alone."""
     if type(model.config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="meta"))
-    except (TypeError, ValueError, AttributeError) as error:  # the last one: it looks at a tower
+    except (TypeError, ValueError, AttributeError) as error:  # the last: it looks for a tower
         raise UserError(
             f"{model.config.model_type} has no text-only class: {type(model).__name__}, given "
             f"tokens alone, ends with: {first_line(error)} - name a model that has one"
@@ -92,17 +88,15 @@ def require_text(model: PreTrainedModel) -> None:
 
 
 def drop_towers(model: PreTrainedModel) -> list[str]:
-    """Leave out the models within a model that see or hear, and return their names with a dot.
-
-    What joins them to the text stays: some decoders look it up for any token.
-    """
+    """Remove the towers, models that see or hear, and return their names with a dot behind."""
+    # The layers between towers and text stay: some decoders look them up for any token.
     if model.config.get_text_config() is model.config:
         return []
     decoder: nn.Module = model.get_decoder()
-    of_text = set(decoder.modules())
+    text_modules = set(decoder.modules())
     towers: list[str] = []
     for name, module in list(model.named_modules()):
-        is_other = isinstance(module, PreTrainedModel) and module not in of_text
+        is_other = isinstance(module, PreTrainedModel) and module not in text_modules
         if not is_other or decoder in set(module.modules()) or name.startswith(tuple(towers)):
             continue
         towers.append(f"{name}.")
@@ -112,7 +106,8 @@ def drop_towers(model: PreTrainedModel) -> list[str]:
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Set how a model attends. transformers warns of each tower that it lacks, unless left out."""
+    """Set how a model attends."""
+    # transformers warns of sections of the configuration whose towers are not built: left out.
     config, parts = model.config, [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     built = {id(part.config) for part in parts}
     sections = [name for name in config.sub_configs if id(getattr(config, name, None)) in built]

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from shardtune.errors import UserError, first_line
 
-# Of a model or a set of data over this size only blocks at even distances are read.
+# Above this size, digests of models and of data read only blocks at even distances.
 WHOLE_BYTES = 4 << 30
-_SAMPLED_BYTES = 1 << 30  # of such a model, about
+_SAMPLED_BYTES = 1 << 30  # the sum of these blocks, about
 _BLOCK_BYTES = 1 << 15
 _PIECE_BYTES = 8 << 20  # read at a time
 _READERS = 8  # threads
@@ -92,16 +92,13 @@ def list_stored(folder: Path) -> dict[str, list[Any]]:
 
 
 def split_quantised(stored: Collection[str]) -> tuple[list[str], dict[str, tuple[str, str]]]:
-    """Return the names of the tensors that files hold as they are, and the quantised ones.
-
-    Of the quantised ones these are the stored names of their values and scales, by name.
-    """
+    """Return the names of plain tensors, and of each quantised tensor its values and scales."""
     quantised = {
-        name: (name + of_values, scales)
+        name: (name + values_end, scales)
         for scales in stored
-        for of_values, of_scales in (_FP8, _MXFP4)
-        if scales.endswith(of_scales)
-        and (name := scales.removesuffix(of_scales)) + of_values in stored
+        for values_end, scales_end in (_FP8, _MXFP4)
+        if scales.endswith(scales_end)
+        and (name := scales.removesuffix(scales_end)) + values_end in stored
     }
     parts = {part for pair in quantised.values() for part in pair}
     parts |= {name for name in stored if quantised and name.endswith(_ACTIVATION_SCALE)}
@@ -115,7 +112,7 @@ def dequantised_shape(shape: Sequence[int]) -> list[int]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the size of a model's files, or what its index says; 0 where neither is there."""
+    """Return the size of a model's files, else the size in its index, else 0."""
     try:
         return sum((folder / name).stat().st_size for name in files_of_weights(folder))
     except OSError:
@@ -153,9 +150,8 @@ def weights_digest(folder: Path) -> str:
 def tensors_digest(paths: Iterable[Path], all_bytes: int | None = None) -> str:
     """Digest the tensors in some files by name, dtype, shape and content.
 
-    The same tensors in other files have the same digest. Of a model over WHOLE_BYTES each tensor's
-    first and last block count, and blocks at even distances between them; which, follows from the
-    tensors' sizes alone. `all_bytes` is the model's size where these are not all of its files.
+    The same tensors in other files have the same digest. In a model over WHOLE_BYTES only blocks of
+    each tensor count, which its size chooses. `all_bytes`: the model's size, if files are left out.
 
     Raises:
         OSError, ValueError: a file cannot be read, or is not a safetensors file.
@@ -177,7 +173,7 @@ def tensors_digest(paths: Iterable[Path], all_bytes: int | None = None) -> str:
 
 
 def content_digest(file: int, begin: int, size: int, sample: tuple[int, int] | None) -> str:
-    """Hash a part of an open file: all of it, or `sample`, at most so many blocks of so many bytes.
+    """Hash a part of an open file. `sample`: the most blocks to read of it, and a block's bytes.
 
     Blocks lie at even distances, from the first to the last byte.
     """
