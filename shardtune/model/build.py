@@ -41,9 +41,7 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     """Check that the architecture can be trained as configured; its config.json is enough.
 
     Raises:
-        UserError: the architecture lacks the attention implementation, or, all at once: it cannot
-            be trained exactly or its experts not be spread, adapters have no such targets, or
-            shards cut the optimizer's blocks.
+        UserError: every reason against it at once; a missing attention implementation comes alone.
     """
     model, distribute = _sharding(config, model_config, world)
     layout = world.layout
@@ -65,12 +63,7 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
 
 
 def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
-    """Build the model sharded over `world.mesh`, in training mode, its master weights on
-    `world.device`. `require_trainable` has accepted it.
-
-    Raises:
-        UserError: the files lack tensors of the model.
-    """
+    """Build the sharded model, in training mode. Raises UserError if its files lack tensors."""
     skeleton, distribute = _sharding(config, model_config, world)
     stored, master = DTYPES[world.layout.device_dtype], skeleton.dtype
     if config.model.init == "random":
@@ -89,20 +82,20 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
 
 
 def run_as_on_gpus(model: PreTrainedModel, layout: Layout, copies: Callable[[], Copies]) -> None:
-    """Change what a model does on GPUs alone, where `copies` keep layers' inputs."""
+    """Make the changes that GPUs need. `copies` makes the store of the layers' inputs."""
     gather_both_ways(model)
     if layout.checkpointing == "offload":
         keep_inputs_on_host(model, copies())
 
 
 def build_on_meta(
-    config: Config, model_config: PreTrainedConfig, world: World, own: range | None = None
+    config: Config, model_config: PreTrainedConfig, world: World, layers: range | None = None
 ) -> PreTrainedModel:
     """Build the model as `build_model` does, but without storage.
 
-    `own`: the layers of this stage, or those that it would have of the whole model.
+    `layers`: those of this stage, if `layers_of_stages` shall not choose them.
     """
-    model, distribute = _sharding(config, model_config, world, own)
+    model, distribute = _sharding(config, model_config, world, layers)
     distribute(model, DTYPES[world.layout.device_dtype])
     return prepare_for_training(model, world.layout)
 
@@ -116,14 +109,11 @@ def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) 
 
 
 def _sharding(
-    config: Config, model_config: PreTrainedConfig, world: World, own: range | None = None
+    config: Config, model_config: PreTrainedConfig, world: World, layers: range | None = None
 ) -> tuple[PreTrainedModel, Callable[..., None]]:
     """Return the model on meta, and the function that shards it.
 
-    That function also takes the dtype of trained weights on the device, if not that of masters.
-
-    Raises:
-        UserError: the architecture lacks the attention implementation.
+    That function takes the dtype of trained weights on the device, which may not be the masters'.
     """
     layout = world.layout
     compute, dtype = DTYPES[layout.compute_dtype], DTYPES[layout.weights_dtype]
@@ -135,11 +125,13 @@ def _sharding(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(stored)
+        # Adapters come first: their targets are names of the whole model. FSDP2 comes last, since
+        # its groups must have every parameter, factors too, and none of another stage.
         if layout.is_lora:
             add_adapters(model, config.lora)
         if layout.stages > 1:
-            layers = own or layers_of_stages(model, layout.stages)[world.stage]
-            keep_stage(model, layers, world.stage == 0, world.is_last_stage, compute)
+            kept = layers or layers_of_stages(model, layout.stages)[world.stage]
+            keep_stage(model, kept, world.stage == 0, world.is_last_stage, compute)
         shard(model, world, policy)
 
     return skeleton, adapt_and_shard

@@ -1,7 +1,7 @@
 """Compile the decoder layers, each once for all lengths.
 
-A layer is compiled in parts, between attention and, where they are spread, its experts. FSDP2's
-hooks and activation checkpointing stay outside. Compilation happens at the first call.
+Attention and spread experts are not compiled: they cut a layer into compiled parts. FSDP2's hooks
+and activation checkpointing stay outside. The first call compiles.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardtune.model.traits import decoder_layers, is_stack
 def compile_layers(model: PreTrainedModel, setting: bool | str, world: World) -> None:
     """Compile the forward of each layer as model.compile, the `setting`, says. Collective.
 
-    With `true`, the first call of a layer that cannot be compiled raises RunFailed. With `auto`, it
-    is said, and all layers go on as they are.
+    If a layer cannot be compiled, its first call raises RunFailed with `true`; with `auto` the log
+    says so, and all layers run eager.
     """
     is_required = setting is True
     if not is_required and not (setting and _every_rank_compiles(world)):
         compiling.kinds["layers"] = "eager"
         return
     compiling.kinds["layers"] = "compiled"
-    # A backward that cannot be compiled then shows in the forward, where a layer can run eager.
+    # Compile the backward in the forward: if that fails there, the layer can still run eager.
     functorch_config.force_non_lazy_backward_lowering = True
-    # As selective checkpointing of a layer that runs eager: products are kept, the rest is not.
+    # The compiler then keeps products and computes the rest again, as selective checkpointing does.
     is_selective = world.layout.checkpointing == "selective"
     functorch_config.aggressive_recomputation = is_selective
     failed = list[str]()
@@ -60,8 +60,8 @@ def _compiled_forward(
 ) -> Callable[..., Any]:
     """Return the compiled forward of a layer.
 
-    `keeps_products`: the compiled one keeps what selective checkpointing keeps, without it.
-    `failed`: why a layer could not be compiled, of all layers; then the others run eager, too.
+    `keeps_products`: the compiler keeps products itself, so that no checkpointing is around it.
+    `failed`: a list that all layers share. Its first entry, a reason, lets all of them run eager.
     """
     # transformers checkpoints inside the forward. Compiled together, a layer whose graph breaks,
     # as it does at attention, would silently stay uncompiled.

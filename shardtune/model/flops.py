@@ -43,8 +43,8 @@ from shardtune.model.traits import (
     top_k,
 )
 
-# The setting with the span of each layer type; other types have no pairs, or pairs that depend on
-# the data.
+# The setting with the span of each layer type. Other types have no pairs, or as many as the data
+# decides.
 _SPANS = {
     "full_attention": "",
     "hybrid": "",  # attention beside a layer that keeps a state
@@ -56,7 +56,7 @@ _SPANS = {
 _WITHOUT_PAIRS = ("linear_attention", "conv", "moe", "mlp")
 
 # TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
-# sparsity. A device has the first entry with a name whose words are all in its own.
+# sparsity. A device takes the first entry with a name whose words are all in the device's name.
 _PUBLISHED_TFLOPS = {
     149.7: ("A40",),
     165.2: ("RTX 4090",),
@@ -69,12 +69,8 @@ _PUBLISHED_TFLOPS = {
     2250: ("B200", "B300"),
     2500: ("GB200", "GB300"),
 }
-_OTHER_DEVICES = {
-    "MIG",
-    "Laptop",
-    "Max",
-    "D",
-}  # with one of these words in its name it is a smaller one
+# A device with one of these words in its name is smaller than the published one.
+_OTHER_DEVICES = {"MIG", "Laptop", "Max", "D"}
 _GEMM_SIZE = 1024
 
 
@@ -152,11 +148,9 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def cost_of(model: PreTrainedModel) -> Cost:
-    """Estimate the forward's FLOPs, to balance rows between ranks.
-
-    Unlike `count_flops` it serves every architecture: all attention is causal over the whole
-    document, and an architecture that does not say how many heads it has has no attention.
-    """
+    """Estimate the forward's FLOPs, to balance rows between ranks."""
+    # Unlike `count_flops` this serves every architecture: all attention is causal over the whole
+    # document, and attention counts nothing where the config does not name the number of heads.
     config: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
     skipped, met = _embeddings_and_head(model), top_k(model)
@@ -168,11 +162,9 @@ def cost_of(model: PreTrainedModel) -> Cost:
 
 
 def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
-    """Return the costs of the embedding, of each decoder layer and of the head of a whole model.
-
-    A cost is a share of the model's FLOPs in a matrix product, plus one of its weights: a stage of
-    layers needs time for the first and memory for the second.
-    """
+    """Return the costs of the embedding, of each decoder layer and of the head of a whole model."""
+    # The cost of a part is its share of the model's FLOPs plus its share of the weights: a stage
+    # needs time for FLOPs, and memory for weights.
     met = top_k(model)
 
     def flops_and_weights(module: Any, is_looked_up: bool = False) -> np.ndarray:
@@ -193,7 +185,8 @@ def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
 
 
 def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the parameters that are looked up or that only some tokens meet."""
+    """Return the ids of the parameters of embeddings and head: not every token is multiplied by
+    them."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head: Any = model.get_output_embeddings()
     return {id(p) for module in [*modules, *filter(None, [head])] for p in module.parameters()}
@@ -250,10 +243,7 @@ class DevicePeak:
 
 
 def device_peak(dtype: torch.dtype, world: World) -> DevicePeak:
-    """Return the published peak of the GPUs, or the one that the CPU processes measure now.
-
-    Collective.
-    """
+    """Return the GPUs' published peak, or the peak that CPU processes measure now. Collective."""
     if world.device.type == "cpu":
         measure_matmul_rate(dtype, seconds=0)
         # All ranks at once: cores and memory that they share must not count twice.
@@ -262,10 +252,8 @@ def device_peak(dtype: torch.dtype, world: World) -> DevicePeak:
         source = f"measured on this CPU in {dtype_name(dtype)}"
     else:
         device = torch.cuda.get_device_name(world.device)
-        peak, source = (
-            published_peak(device, dtype),
-            f"published for {device} in {dtype_name(dtype)}",
-        )
+        peak = published_peak(device, dtype)
+        source = f"published for {device} in {dtype_name(dtype)}"
     peaks = world.all_gather_json(peak)
     return DevicePeak(None if None in peaks else sum(peaks) / world.size, source)
 
@@ -303,11 +291,8 @@ def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.1) -> float:
-    """Return the FLOP/s of square matrix products, on the threads of this process.
-
-    Matrices are 1024 wide; they are multiplied for at least `seconds`.
-    """
-    # No random numbers: those are the run's.
+    """Return this process's FLOP/s in products of 1024-wide matrices, for `seconds` at least."""
+    # Ones: drawing random numbers would change those that the run draws later.
     a, b, product = torch.ones(3, _GEMM_SIZE, _GEMM_SIZE, dtype=dtype)
     started, count = time.perf_counter(), 0
     while True:

@@ -1,7 +1,4 @@
-"""FSDP2's groups of parameters, such as a layer's: what it keeps to itself is named here alone.
-
-Layers are gathered one ahead, and reductions do not wait for gathers.
-"""
+"""FSDP2's groups of parameters, such as a layer's. Private names of FSDP2 stand here alone."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ class Group:
     """One of FSDP2's groups, which calls this in place of its method `post_backward`.
 
     Attributes:
-        add_replicas: takes the gradients that the group has reduced within its replica to other
-            replicas, on the stream of reductions. `ReshardPolicy` says in which micro-batch.
-        send_to_host: takes the gradients that are reduced to host memory.
+        add_replicas: adds the gradients of other replicas, on the stream of reductions, in the
+            micro-batches that `ReshardPolicy` chooses.
+        send_to_host: sends the sums to host memory.
     """
 
     def __init__(self, group: Any) -> None:
@@ -39,13 +36,16 @@ class Group:
 
     def __call__(self, *arguments: Any) -> None:
         """Reduce within the replica, then add the other replicas' gradients, then send the sums."""
+        # The order decides the sums: replicas exchange what FSDP2 has reduced, and host memory
+        # gets what is complete. All ranks must call these collectives in one order.
         group = self._group
         with self._waiting():
             type(group).post_backward(group, *arguments)
             if self.add_replicas and group.reduce_grads and group.all_reduce_grads:
                 with self.device.stream(self.reductions):
                     self.add_replicas()
-                    # What waits for the reduction within the replica waits for this one, too.
+                    # FSDP2 waits for this event before it uses or frees gradients, so that it must
+                    # stand behind the exchange between replicas, too.
                     group._post_reduce_event = self.reductions.record_event()
                 group.comm_ctx._last_post_reduce_events[self.reductions] = group._post_reduce_event
             if self.send_to_host:
@@ -73,23 +73,20 @@ class Group:
         return self._group.comm_ctx.reduce_scatter_stream
 
     def reduce_in(self, groups: Mapping[str, dist.ProcessGroup], dtype: torch.dtype) -> None:
-        """Reduce in the process group of the dimension over which FSDP2 gathers.
-
-        The gradients of micro-batches are added up in `dtype`. FSDP2 takes the weight's: a small
-        bfloat16 gradient that is added to a large sum is lost.
-        """
+        """Reduce in the process group that FSDP2 gathers in, and sum micro-batches in `dtype`."""
         mesh_info = self._group.mesh_info
         (dimension,) = mesh_info.mesh.mesh_dim_names
         # `set_separate_reduce_scatter_group` makes groups here. A stage without experts would make
         # one fewer, and NCCL, which splits the group of all ranks, would wait for it.
         mesh_info.reduce_scatter_process_group = groups.get(dimension)
-        self._group._init_mp_dtypes = partial(self._init_dtypes, dtype)  # for the first forward
+        self._group._init_mp_dtypes = partial(self._init_dtypes, dtype)  # called at first forward
 
     def _init_dtypes(self, dtype: torch.dtype) -> None:
         group = self._group
         type(group)._init_mp_dtypes(group)
         for weight in filter(lambda each: each.requires_grad, self.slices):  # of the same dtype
-            # That to which a reduced gradient is cast.
+            # FSDP2 would cast a reduced gradient to the weight's dtype: in bfloat16 a small
+            # gradient that is added to a large sum is lost.
             group._orig_dtype = weight.grad_dtype = dtype
 
 
@@ -100,21 +97,18 @@ def groups_of(model: nn.Module) -> Iterator[Group]:
 
 
 def move_slices(model: PreTrainedModel) -> None:
-    """Let FSDP2 move its slices now, which it does once, before the first forward."""
+    """Let FSDP2 move its slices to their final memory now instead of at the first forward."""
     cast(Any, model)._get_fsdp_state()._lazy_init()
 
 
 def gather_ahead(model: Any, layers: Sequence[nn.Module]) -> None:
-    """Let each layer begin to gather the next one with its spread experts, both ways.
-
-    FSDP2 itself gathers spread experts behind the host's wait for the sizes of their exchange, when
-    the network has been idle. In the backward it follows the forwards since the last backward: with
-    those of several micro-batches in flight it would gather the last layer of another one for
-    nothing. A layer that is computed again gathers nothing.
-    """
+    """Let each layer begin to gather the next one with its spread experts, both ways."""
+    # FSDP2 itself would gather spread experts only after the host's wait for the sizes of their
+    # exchange, while the network is idle. And its backward follows the order of the last forwards:
+    # with several micro-batches in flight it would gather a layer of another one for nothing.
     groups: list[list[Any]] = [list(filter(is_sharded, layer.modules())) for layer in layers]
     for group in chain(*groups):
-        group.set_modules_to_backward_prefetch([group])  # nothing: it has been gathered
+        group.set_modules_to_backward_prefetch([group])  # nothing: the group is gathered already
     for before, behind in pairwise([[model], *groups]):
         before[0].set_modules_to_forward_prefetch(behind)
     for before, behind in pairwise([*groups, [model]]):
@@ -122,18 +116,16 @@ def gather_ahead(model: Any, layers: Sequence[nn.Module]) -> None:
 
 
 def gathered_groups(model: Any) -> dict[Any, list[nn.Parameter]]:
-    """Return FSDP2's groups and their parameters, in the order in which they may stay gathered.
-
-    First comes what stands around the layers, then the layers, then their spread experts, which
-    travel between fewer ranks. A parameter that FSDP2 leaves alone is in none.
-    """
+    """Return FSDP2's groups and their parameters, in the order in which they may stay gathered."""
+    # First comes what stands around the layers, then the layers, then their spread experts, whose
+    # gathers cost least: they travel between fewer ranks.
     groups = [model, *(each for each in model.modules() if is_sharded(each) and each is not model)]
     parameters: dict[Any, list[nn.Parameter]] = {}
-    of_inner_groups: set[nn.Parameter] = set()
-    for group in reversed(groups):
+    inner_parameters: set[nn.Parameter] = set()
+    for group in reversed(groups):  # inner groups come before those around them
         sharded = [p for p in group.parameters() if isinstance(cast(Any, p), DTensor)]
-        parameters[group] = [p for p in sharded if p not in of_inner_groups]
-        of_inner_groups.update(parameters[group])
+        parameters[group] = [p for p in sharded if p not in inner_parameters]
+        inner_parameters.update(parameters[group])
     groups.sort(key=lambda group: any(map(is_spread, parameters[group])))
     return {group: parameters[group] for group in groups}
 
@@ -144,16 +136,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 @contextmanager
 def forward_only(model: PreTrainedModel) -> Iterator[None]:
-    """Run forwards without dropout or gradients, and shard every parameter again at the end.
-
-    FSDP2 keeps the root's parameters gathered until a backward comes, and their shards out of reach
-    meanwhile.
-    """
+    """Run forwards without dropout or gradients, and shard every parameter again at the end."""
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         model.train()
+        # FSDP2 keeps the root's parameters gathered until a backward, which does not come here.
         for module in filter(is_sharded, model.modules()):
             cast(Any, module).reshard()

@@ -19,38 +19,38 @@ from shardtune.distributed.host_memory import pinned_zeros, unpin
 
 
 class Copies(Protocol):
-    """How tensors go to host memory and come back, beside what the device computes."""
+    """Copies tensors to host memory and back while the device computes."""
 
     def to_host(self, tensor: torch.Tensor) -> Any:
         """Begin to copy a tensor, and return its copy."""
 
     def to_device(self, copy: Any) -> torch.Tensor:
-        """Begin to copy it back."""
+        """Begin to copy a tensor back."""
 
     def wait(self) -> None:
-        """Put what the device computes from now on behind all copies that have begun."""
+        """Let later kernels of the device wait for all copies that have begun."""
 
     def drop(self, copy: Any) -> None:
-        """Take the memory of a copy back; the device may still read it."""
+        """Use the memory of a copy again, which the device may still read."""
 
 
 class _LayerInput:
-    """One input: its copy in host memory and, while it is there, the tensor on the device."""
+    """Holds the copy of one input in host memory and, for a while, the tensor on the device."""
 
     def __init__(self, copy: Any, tensor: torch.Tensor, previous: _LayerInput | None) -> None:
         self.copy = copy
         self.tensor: torch.Tensor | None = tensor
-        # A weak one: autograd alone knows how long an input is needed.
+        # A weak reference: autograd alone knows how long an input is needed.
         self._previous = weakref.ref(previous) if previous else None
 
     @property
     def previous(self) -> _LayerInput | None:
-        """The input of the layer before, unless its layer has been computed again."""
+        """Return the input of the layer before, unless that layer has been computed again."""
         return self._previous() if self._previous else None
 
 
 class LayerInputs:
-    """The inputs of a model's layers, each in host memory until its layer is computed again."""
+    """Holds the inputs of a model's layers in host memory until each layer is computed again."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -60,7 +60,7 @@ class LayerInputs:
         """Return a checkpointing function of transformers' that keeps inputs in host memory."""
 
         def forward(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            # Others, such as masks, are shared by all layers.
+            # Tensors without a gradient, such as masks, stay: all layers share them.
             inputs = {_storage(x) for x in arguments if torch.is_tensor(x) and x.requires_grad}
 
             def keep(tensor: torch.Tensor) -> Any:
@@ -74,6 +74,8 @@ class LayerInputs:
     def _keep(self, tensor: torch.Tensor) -> _LayerInput:
         last = self._last() if self._last else None
         if last:
+            # Its copy had the time of a whole layer. The device must not reuse the tensor's memory
+            # before the copy has ended.
             self._copies.wait()
             last.tensor = None
         kept = _LayerInput(self._copies.to_host(tensor), tensor, last)
@@ -88,6 +90,7 @@ class LayerInputs:
         tensor = self._copies.to_device(kept.copy) if kept.tensor is None else kept.tensor
         self._copies.wait()
         kept.tensor = None
+        # The input of the layer before comes back while this layer computes.
         if (previous := kept.previous) and previous.tensor is None:
             previous.tensor = self._copies.to_device(previous.copy)
         return tensor
@@ -113,7 +116,8 @@ class PinnedCopies:
         return copy
 
     def to_device(self, copy: _PinnedCopy) -> torch.Tensor:
-        # Memory of the stream that will compute with it, which may still compute with what had it.
+        # The tensor is allocated on the computing stream, whose earlier kernels may still use this
+        # memory. So the copy waits for them.
         tensor = torch.empty_like(copy.values, device=self._stream.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
@@ -127,7 +131,7 @@ class PinnedCopies:
         self._free.append(copy.buffer)  # the next copy into it comes later on the stream
 
     def _take(self, n_bytes: int) -> torch.Tensor:
-        """Return pinned memory of so many bytes or more: in the end all is of the longest row."""
+        """Return pinned memory of `n_bytes` or more. Soon all buffers fit the longest row."""
         if not self._free:
             return _pinned(n_bytes)
         self._free.sort(key=len)
@@ -153,5 +157,5 @@ def keep_inputs_on_host(model: PreTrainedModel, copies: Copies) -> None:
     inputs = LayerInputs(copies)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            made: Any = module
-            made._gradient_checkpointing_func = inputs.around(made._gradient_checkpointing_func)
+            layer: Any = module
+            layer._gradient_checkpointing_func = inputs.around(layer._gradient_checkpointing_func)

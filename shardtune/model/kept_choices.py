@@ -1,10 +1,10 @@
-"""Keep which experts a router has chosen, where a layer is computed again.
+"""Keep the experts that a router has chosen, where a layer is computed again.
 
-Its second forward may round otherwise than its first, and a tie then goes to another expert: ranks
-that exchange tokens by these choices would then wait for tokens that never come, or receive a
-number that no longer fits. So the operators by which routers choose give in the second what they
-gave in the first. In a compiled layer `topk` is still called as an operator, and `max` (PhiMoE's)
-is not: there a tie may end the run.
+The second forward of a layer may round otherwise than the first, and a tie then goes to another
+expert: ranks that exchange tokens would wait for tokens that never come, or receive more than they
+expect. So in the second forward the operators of routers return what they returned in the first. A
+compiled layer still calls `topk` as an operator, but not `max` (PhiMoE's): there a tie may end the
+run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 _MAX, _TOP_K = torch.ops.aten.max.dim, torch.ops.aten.topk.default  # PhiMoE's, and all others'
-_MOST_EXPERTS = 64  # of a token; attention chooses among keys by the hundred
+_MOST_EXPERTS = 64  # of a token; attention's `topk` chooses hundreds of keys and is left alone
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def keep_choices(contexts: Callable[[], _Contexts] = noop_context_fn) -> _Contexts:
-    """Return the contexts of a checkpointed forward and of its repetition, around these."""
+    """Return `contexts` of a checkpointed forward and its repetition that keep choices, too."""
+    # Both share one list: the repetition takes the choices in the order in which the forward made
+    # them.
     kept: list[tuple[torch.Tensor, ...]] = []
     first, again = contexts()
     return _both(_Choices(kept), first), _both(_Choices(kept, is_again=True), again)
@@ -36,7 +38,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _Choices(TorchDispatchMode):
-    supports_higher_order_operators = True  # and lets them run
+    supports_higher_order_operators = True  # else torch refuses them within this mode
 
     def __init__(self, kept: list[tuple[torch.Tensor, ...]], is_again: bool = False) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class _Choices(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let layers be compiled: those call operators that choose, as others do."""
+        """Allow compiled layers within this mode: they call `topk` as an operator, too."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

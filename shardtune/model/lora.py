@@ -84,7 +84,7 @@ class LoraExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Target:
-    """A weight of a decoder layer that adapters, by their names, may mean."""
+    """A weight of a decoder layer that a name of `lora.targets` may mean."""
 
     module: str  # its full name
     parameter: str  # `weight`, or the name of a stack of experts
@@ -129,7 +129,8 @@ class Target:
 
 def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
     layers = set(decoder_layers(model))
-    # Not the layers of a tower for images, which no text reaches. ModernBERT's decoder is its head.
+    # No text reaches the layers of a tower for images. `get_decoder` of ModernBERT returns its
+    # head, which has no layers: there all layers count.
     layers = layers & set(model.get_decoder().modules()) or layers
     for layer_name, layer in model.named_modules():
         if layer not in layers:
@@ -161,8 +162,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
     """Return the weights that get adapters.
 
     Raises:
-        UserError: a name means no weight, or a router; or experts have another layout than those
-            that adapters support.
+        UserError: a name means no weight, a router, or a layer that adapters do not support.
     """
     names = (config.targets,) if isinstance(config.targets, str) else config.targets
     weights, kind = list(weights_of_layers(model)), model.config.model_type
@@ -204,11 +204,7 @@ def _usable(name: str, weights: list[Target]) -> str:
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze a model on meta, and give the chosen weights their factors in float32.
-
-    Raises:
-        UserError: as `choose_targets`.
-    """
+    """Freeze a model on meta, and give the chosen weights factors in float32. Raises UserError."""
     assert config.rank
     model.requires_grad_(False)
     for target in choose_targets(model, config):
@@ -237,10 +233,8 @@ def _with_factors(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.no_grad()
 def draw_factors(model: PreTrainedModel, seed: int) -> None:
-    """Draw A from U(-1, 1) / sqrt(in), as peft and `nn.Linear` do, and set B to zero.
-
-    Each is a function of (seed, its name), and so the same on any number of ranks.
-    """
+    """Draw A from U(-1, 1) / sqrt(in), as peft and `nn.Linear` do, and set B to zero."""
+    # Each factor is drawn whole from (seed, its name): it is the same on any number of ranks.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_factor(name))  # reading may have replaced the parameter
         if not parameter.requires_grad:

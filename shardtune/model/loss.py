@@ -35,13 +35,10 @@ _TRIED_ROWS = 512  # with fewer the compiler would divide the sums of each row, 
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Return the summed negative log-likelihood of the batch's trained tokens: nats, float32,
-    scalar.
-
-    A mean over a micro-batch or a rank would weight tokens by where they happen to lie, and be NaN
-    where nothing is trained. Here such a batch gives zero, with a graph, so that its backward joins
-    the collectives.
-    """
+    """Return the summed negative log-likelihood of the trained tokens: nats, a float32 scalar."""
+    # A mean over a micro-batch or a rank would weight tokens by where they happen to lie, and be
+    # NaN where nothing is trained. A sum is zero there, with a graph: the backward of that batch
+    # must join the collectives for which other ranks wait.
     head = model.get_output_embeddings()
     if not isinstance(head, LossHead):
         logits = model(**batch.inputs()).logits.flatten(0, 1).index_select(0, batch.predicting)
@@ -65,7 +62,7 @@ class LossHead(nn.Linear):
 
     batch: Batch | None
     is_last: bool
-    device_type = "cpu"  # that of the run, which a plan's own is not
+    device_type = "cpu"  # of the run; a plan simulates a GPU's run on a CPU
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
@@ -107,6 +104,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, rows) if wants_gradients else None
         add_loss: Callable[..., None] = _add_loss
         if device_type == "cuda":
+            # A plan has tensors without contents, and counts the kernels of the compiled function.
             add_loss = _compiled_add_loss(hidden.device) if hidden.is_cuda else _planned_add_loss
         for start in range(0, len(hidden), rows):
             chunk = hidden[start : start + rows]
@@ -126,27 +124,20 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place: one backward uses them up
         scaled = (None if each is None else each.mul_(loss_gradient) for each in gradients)
         return (*scaled, None, None, None)
 
 
 def _add_loss(
-    loss: torch.Tensor,
-    chunk_logits: torch.Tensor,
-    chunk_targets: torch.Tensor,
+    loss: torch.Tensor,  # float32, scalar
+    chunk_logits: torch.Tensor,  # [n, vocabulary]
+    chunk_targets: torch.Tensor,  # [n, 1]
     wants_gradients: bool,
-    converted: torch.Tensor,
+    converted: torch.Tensor,  # float32 [rows at a time, vocabulary]; empty for float32 logits
     _: Any = None,
 ) -> None:
-    """Add a chunk's loss to `loss`; where gradients are wanted, leave that of its logits in place.
-
-    Args:
-        loss: float32, scalar.
-        chunk_logits: [n, vocabulary].
-        chunk_targets: [n, 1].
-        converted: float32 [m, vocabulary], for as many rows at a time; empty for float32 logits.
-    """
+    """Add a chunk's loss to `loss`. If gradients are wanted, overwrite the logits with theirs."""
     rows_at_once = len(converted) or len(chunk_logits)
     for logits, wanted in zip(
         chunk_logits.split(rows_at_once), chunk_targets.split(rows_at_once), strict=True
@@ -166,18 +157,16 @@ def _compiled_add_loss(device: torch.device) -> Callable[..., None]:
     add_loss = compiled_or_eager(_add_loss_at_once, "the loss", device, eager=_add_loss)
     if torch.__version__ >= "2.13":
         return add_loss
-    # Older ones may compile the read of these behind the gradients that overwrite them.
+    # Before 2.13 the compiler may read the targets' logits after gradients have overwritten them.
     return lambda *given: add_loss(*given, given[1].gather(1, given[2]))
 
 
 def compile_loss(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device, evaluates: bool
 ) -> None:
-    """Let a GPU compile the loss, and time its kernels, before a step needs the memory.
-
-    With all rows of a chunk PyTorch would copy the logits for each kernel that it times. And the
-    graphs, which serve any number of rows, then do not depend on the first batch.
-    """
+    """Let a GPU compile the loss, and time its kernels, before a step needs the memory."""
+    # Few rows: PyTorch copies the logits for each kernel that it times. And the graphs, which serve
+    # any number of rows, do not depend on the first batch.
     head = model.get_output_embeddings()
     if device.type != "cuda" or not (isinstance(head, LossHead) and head.is_last):
         return
@@ -193,7 +182,8 @@ def compile_loss(
 def _planned_add_loss(
     _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, ___: Any
 ) -> None:
-    """Launch and move what `_add_loss_at_once` does once compiled, on tensors without contents."""
+    """Stand for the compiled `_add_loss_at_once` in a plan: launch as many kernels, on as many
+    bytes."""
     chunk_logits.amax(1)
     chunk_logits.sum(1)  # of the exponentials
     if wants_gradients:
@@ -208,9 +198,7 @@ def _add_loss_at_once(
     _: torch.Tensor,
     target_logits: torch.Tensor | None = None,
 ) -> None:
-    """Do as `_add_loss` does, in a form that compiles into few kernels, without float32 in
-    memory.
-    """
+    """Do as `_add_loss`, in a form that compiles into few kernels with no float32 in memory."""
     logits = chunk_logits.float()
     if target_logits is None:
         target_logits = logits.gather(1, chunk_targets)
@@ -219,18 +207,19 @@ def _add_loss_at_once(
     loss += (largest + log_total - target_logits).sum()
     if wants_gradients:
         words = torch.arange(logits.shape[1], device=logits.device)
-        # Not from the exponentials above: what has two readers may be kept in memory.
+        # Computed again: the compiler may keep the exponentials in memory if two sums read them.
         probabilities = (logits - largest - log_total).exp()
         chunk_logits.copy_(probabilities - (words == chunk_targets).float())
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, filled in chunks of so many rows."""
+    """Holds the gradients of hidden states, weight and bias, which chunks of rows fill."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int
     ) -> None:
         self._head_weight = weight
+        # One chunk is one product, in the weight's dtype. Several chunks are added up in float32.
         dtype = weight.dtype if rows == len(hidden) else torch.float32
         self.hidden = torch.empty_like(hidden)
         self.weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
@@ -255,10 +244,11 @@ def use_loss_head(
 ) -> str | None:
     """Let the head return the loss, if the model's own forward allows it.
 
-    To find out, a marker stands in for the logits and must leave the model as it left the head.
-    `device_type`: the run's, where it is not that of `device`.
-    Returns None, or which logits exist at once, and why: words to follow "logits are made".
+    Returns None, or the words behind "logits are made": which logits exist at once, and why.
+    `device_type`: that of the run, if `device` has another one.
     """
+    # A marker takes the place of the logits. Unless the model returns that very tensor unchanged,
+    # it does something with its logits, and the head may not return a loss.
     head: Any = model.get_output_embeddings()
     kind: Any = type(head)
     if kind is not nn.Linear:

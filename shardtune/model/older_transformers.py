@@ -1,7 +1,4 @@
-"""What this project uses of transformers 5.23, for transformers 5.17 to 5.22.
-
-Importing this module gives it to them.
-"""
+"""Give transformers 5.17 to 5.22, when imported, the checkpointing of layers that 5.23 has."""
 
 from __future__ import annotations
 
@@ -15,15 +12,14 @@ _Layer: Any = GradientCheckpointingLayer
 
 
 def _checkpoint_forward(layer: Any) -> None:
-    """Let a class of layers checkpoint its forward, so that hooks of modules stay outside.
-
-    Older ones checkpoint the whole call: FSDP2's hooks run again in the backward, and out of order.
-    """
+    """Let a class of layers checkpoint its forward, so that hooks of modules stay outside."""
+    # Before 5.23 the whole call is checkpointed: FSDP2's hooks would run again in the backward, and
+    # out of order.
     forward = layer.forward
 
     @wraps(forward)
     def forward_with_checkpointing(self: Any, *arguments: Any, **options: Any) -> Any:
-        # The class that FSDP2 makes of a layer's is one of layers, too.
+        # FSDP2 makes a subclass of a layer's class. Both have this forward, and one checkpoints.
         is_outermost = type(self).forward is forward_with_checkpointing
         if self.gradient_checkpointing and self.training and is_outermost:
             return self._gradient_checkpointing_func(partial(forward, self, **options), *arguments)

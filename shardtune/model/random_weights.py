@@ -18,10 +18,10 @@ def draw_weights(
 ) -> None:
     """Give a sharded model on meta the architecture's own random initialisation.
 
-    A module's parameters are drawn whole on the CPU, from (seed, the module's name) alone, and
-    each rank keeps its slices: the same model on any number of ranks, with one module's parameters
-    in memory at a time. `master`: the dtype in which trained ones are drawn, if not their own.
+    `master`: the dtype in which trained weights are drawn, if not their own.
     """
+    # Each module is drawn whole on the CPU, from (seed, its name) alone, and each rank keeps its
+    # slices: the model is the same on any number of ranks, and one module at a time is in memory.
     model.to_empty(device=device)
     model.tie_weights()
     # The innermost transformers model around a module initialises it.

@@ -58,12 +58,13 @@ def prepare_for_training(model: PreTrainedModel, layout: Layout) -> PreTrainedMo
         if layout.checkpointing == "selective":
             contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
         if layout.expert > 1:
+            # Ranks exchange tokens by these choices, which must not change: see `kept_choices`.
             contexts = partial(keep_choices, contexts)
         # transformers before 5.23 has the older name alone.
         older: Any = model.gradient_checkpointing_enable
         enable = getattr(model, "activation_checkpointing_enable", older)
         enable({"use_reentrant": False, "context_fn": contexts})
-    # A cache would keep all keys, and with one no mask keeps documents apart.
+    # A cache would keep all keys, and transformers' masks for a cache do not keep documents apart.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     return model.train()
 

@@ -26,12 +26,12 @@ from shardtune.optimizers.rounding import SCALE_BLOCK
 def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
 
-    With parallel.expert above 1, the experts of each layer are spread, a group of their own. What
-    needs no copy is left as it is, in no group.
+    Spread experts are a group of their own. A weight that needs no copy is in no group.
     """
+    # Inner groups come first: a group takes all parameters within its module that no group has.
     if world.expert_mesh:
         _shard_experts(model, world.expert_mesh, world, policy)
-    # FSDP2 works within a replica. What replicas exchange is OwnedParameters' work.
+    # FSDP2 works within a replica. `OwnedParameters` exchanges gradients between replicas.
     mesh = world.mesh["shard"]
     fully = partial(
         fully_shard,
@@ -53,11 +53,9 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
 
 
 def _needs_no_copy(parameter: nn.Parameter, world: World, policy: MixedPrecisionPolicy) -> bool:
-    """Return whether a rank computes with a weight as it stores it.
-
-    FSDP2 would copy it all the same, and hold it twice. The gradient of a trained one then is
-    autograd's alone, which sums micro-batches in the weight's dtype and sends nothing.
-    """
+    """Return whether a rank computes with a weight as it stores it."""
+    # FSDP2 would copy that weight all the same, and hold it twice. Without FSDP2 autograd alone
+    # sums the gradients of a trained weight, in its dtype, and sends them nowhere.
     layout = world.layout
     if layout.shards > 1 or parameter.dtype != policy.param_dtype:
         return False
@@ -82,22 +80,16 @@ def _shard_experts(
 
 
 def _average_over_stage(module: Any, shards: int, world: World) -> None:
-    """Divide a module's gradients by the ranks of the stage, more than the `shards` of its group.
-
-    Those of other replicas are added later, and all ranks' tokens have reached spread experts.
-    """
+    """Divide a module's gradients by all ranks of the stage, not by the `shards` of its group."""
+    # Gradients of other replicas are added later, and spread experts have met all ranks' tokens.
     module.set_gradient_divide_factor(world.layout.stage_ranks)
-    # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by themselves,
-    # and would twice.
+    # Else FSDP2 scales within the collective, which gloo cannot do. A group of one rank has no
+    # collective: it divides by itself, and with this setting it would divide twice.
     module.set_force_sum_reduction_for_comms(shards > 1)
 
 
 def require_whole_blocks(model: PreTrainedModel, optimizer: str) -> None:
-    """Check that no rank's part of a weight begins or ends within a block that shares a scale.
-
-    Raises:
-        UserError: with the name of a weight of which the last dimension is split so.
-    """
+    """Raise UserError if a rank's part of a weight begins or ends within a block of one scale."""
     for name, parameter in model.named_parameters():
         width = to_local(parameter).shape[-1]
         if parameter.dim() >= 2 and width < parameter.shape[-1] and width % SCALE_BLOCK:
@@ -110,19 +102,18 @@ def require_whole_blocks(model: PreTrainedModel, optimizer: str) -> None:
 
 
 def always_give_gradients(layer: nn.Module) -> None:
-    """Make every backward through the layer give what some rows do not use a gradient: zero.
-
-    LongCat's and Zaya's tokens may all go to experts without parameters, and DeepSeek V4 compresses
-    no keys of short rows. A rank with fewer gradients than the others reduces less than they do,
-    and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients
-    for parameters that have none on any rank, such as DeepSeek's indexers, and weight decay would
-    shrink those. Spread experts always have one, and may be reduced before the layer.
-    """
+    """Let each backward give a zero gradient to parameters of a layer that no row has used."""
+    # LongCat's and Zaya's tokens may all go to experts without parameters, and DeepSeek V4
+    # compresses no keys of short rows. A rank with fewer gradients than other ranks reduces less
+    # than they do, and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also
+    # make gradients for parameters that have none on any rank, such as DeepSeek's indexers, and
+    # weight decay would shrink those. Spread experts always have gradients, and may be reduced
+    # before the layer.
 
     def sometimes_unused() -> Iterator[nn.Parameter]:
         for name, parameter in layer.named_parameters():
-            of_experts = is_stack(parameter) and not is_spread(parameter)
-            if of_experts or (".compressor." in name and ".indexer." not in name):
+            is_whole_stack = is_stack(parameter) and not is_spread(parameter)
+            if is_whole_stack or (".compressor." in name and ".indexer." not in name):
                 yield parameter
 
     def fill(_: torch.Tensor) -> None:
@@ -133,8 +124,8 @@ def always_give_gradients(layer: nn.Module) -> None:
     def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                # Its gradient is complete after those of the experts, and before FSDP2 reduces the
-                # layer's.
+                # The gradient of the layer's input is complete after those of its experts, and
+                # before FSDP2 reduces the layer's gradients.
                 argument.register_hook(fill)
 
     if next(sometimes_unused(), None) is not None:

@@ -1,8 +1,8 @@
 """Stages: consecutive parts of a model's layers, each on ranks of its own (`parallel.stages`).
 
-A stage runs the architecture's own forward, in which the layers of the others stand under their own
-names and do nothing: names of weights, masks and positions are those of the whole model. What the
-stage before has sent stands in for the embedding's output.
+A stage runs the architecture's own forward. Layers of other stages keep their names there and do
+nothing, so that names of weights, masks and positions are those of the whole model. The hidden
+states that the stage before has sent take the place of the embedding's output.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from shardtune.model.traits import decoder_layers
 
 
 class PassThrough(nn.Module):
-    """Stands for a module of another stage: returns the hidden states that it is given.
-
-    It has the module's own settings, by which Nemotron-H chooses the mask of a layer.
-    """
+    """Stands for a module of another stage: returns the hidden states that it is given."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        # The module's own settings stay: Nemotron-H chooses the mask of a layer by them.
         settings = {name: v for name, v in vars(module).items() if not name.startswith("_")}
         vars(self).update(settings | {"training": self.training})
 
@@ -40,12 +38,9 @@ class PassThrough(nn.Module):
 
 
 class StageInput(nn.Module):
-    """Stands for the embedding in every stage but the first: returns what the stage has received.
+    """Stands for the embedding in every stage but the first: returns the received hidden states."""
 
-    `hidden`: [rows, tokens, width], or None in a trial, which gets what differs
-    from token to token.
-    """
-
+    # [rows, tokens, width]; None in a trial, whose input then depends on the token.
     hidden: torch.Tensor | None
     width: int
     dtype: torch.dtype
@@ -58,15 +53,13 @@ class StageInput(nn.Module):
 
 
 class StageOutput(nn.Module):
-    """Stands for the head in every stage but the last: keeps the hidden states to hand on.
-
-    The model may go on to scale or cap what it takes for logits, so that in training it gets none.
-    """
+    """Stands for the head in every stage but the last: keeps the hidden states to hand on."""
 
     hidden: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
+        # The model may scale or cap what it takes for logits: in training it gets none, for speed.
         return hidden.new_empty(0) if self.training else hidden
 
     def take(self) -> torch.Tensor:
@@ -85,12 +78,11 @@ class TiedStageOutput(StageOutput, nn.Linear):
 
 
 def divide_layers(costs: Sequence[float], stages: int) -> list[range]:
-    """Divide layers into so many consecutive parts, none empty, whose highest cost is the least.
-
-    Of several divisions the one whose earlier parts are shorter is taken.
-    """
+    """Divide layers into consecutive parts, none empty, so that the highest cost is the least."""
+    # Dynamic programming over exact sums. Of several best divisions `min` takes the one whose
+    # earlier parts are shorter, on every rank the same one, since ranks do not exchange it.
     number, sums = len(costs), [0.0, *accumulate(costs)]
-    # best[end]: the least highest cost of the first `end` layers in so many parts, and the cuts.
+    # best[end]: the highest cost of the best division of the first `end` layers, and its cuts.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for part in range(1, stages + 1):
         best = {
@@ -106,32 +98,27 @@ def divide_layers(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def layers_of_stages(model: PreTrainedModel, stages: int) -> list[range]:
-    """Return the numbers of the layers of each stage, divided by arithmetic and memory alike.
-
-    The first stage has the embedding's memory too, the last one the head.
-    """
+    """Return the numbers of the layers of each stage, divided by FLOPs and memory alike."""
     first, costs, last = stage_costs(model)
     if not costs:  # an architecture that does not name its layers has one stage
         return [range(0)]
+    # The first stage has the embedding, too, and the last one the head.
     costs[0] += first
     costs[-1] += last
     return divide_layers(costs, stages)
 
 
 def keep_stage(
-    model: PreTrainedModel, own: range, is_first: bool, is_last: bool, dtype: torch.dtype
+    model: PreTrainedModel, kept: range, is_first: bool, is_last: bool, dtype: torch.dtype
 ) -> None:
-    """Leave the layers `own` of a whole model on meta. `dtype`: that of hidden states.
-
-    The first and the last stage both keep a weight that embedding and head share.
-    """
+    """Replace all layers of a model but `kept`. `dtype`: that of hidden states."""
+    # A weight that embedding and head share stays in the first stage and in the last one, which sum
+    # its gradients (`Stage.finish`).
     is_tied = bool(model.all_tied_weights_keys)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    found = _list_of_layers(model)
-    assert found  # `stage_problems` has looked
-    layers, caller = found
-    for number in set(range(len(layers))) - set(own):
+    layers, caller = cast(Any, _list_of_layers(model))  # not None: `stage_problems` has looked
+    for number in set(range(len(layers))) - set(kept):
         layers[number] = PassThrough(layers[number])
     if not is_last:
         for name, module in list(caller.named_children()):  # the norm behind the layers
@@ -147,8 +134,8 @@ def keep_stage(
             vars(output)["weight"] = torch.empty(0, dtype=dtype)  # Mamba 2 looks at its dtype
             model.set_output_embeddings(output)
     if not is_first:
-        if hasattr(caller, "embedding_multiplier"):  # Granite's, applied to what was received
-            cast(Any, caller).embedding_multiplier = 1.0
+        if hasattr(caller, "embedding_multiplier"):  # Granite would scale what was received
+            caller.embedding_multiplier = 1.0
         stage_input: Any = StageInput()
         if is_tied and is_last:
             stage_input, embedding.__class__ = embedding, TiedStageInput
@@ -182,8 +169,7 @@ def require_composable(layout: Layout, model_config: PreTrainedConfig) -> None:
     """Compare two stages of a small copy with the whole of it; its config.json is enough.
 
     Raises:
-        UserError: the architecture does more outside of its layers than embed, norm and project, or
-            its layers hand more on than hidden states; or no small copy of it can be built.
+        UserError: both give other logits, or no small copy can be built.
     """
     if layout.stages == 1:
         return
@@ -206,7 +192,7 @@ def require_composable(layout: Layout, model_config: PreTrainedConfig) -> None:
         last.get_input_embeddings().hidden = cast(Any, first.get_output_embeddings()).take()
         same = torch.allclose(last(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     except Exception:
-        same = False  # a layer is given or gives something else
+        same = False  # a layer takes or returns more than hidden states
     if not same:
         raise UserError(
             f"{key}: {kind} hands more from layer to layer than hidden states, or changes these "

@@ -1,4 +1,4 @@
-"""Architectures and settings that cannot be trained exactly, and why; and those that add noise."""
+"""Settings with which an architecture cannot be trained exactly, and routers that add noise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unsupported(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
             f"longer than {short} tokens - use data.max_length={short} or less, or {alone}"
         )
     tokens = layout.max_length * layout.micro_batch_size
-    # Llama 4 counts places from the beginning of the row, whatever positions it is given.
+    # Llama 4 counts places from the beginning of the row, not by the positions that it gets.
     is_scaled = getattr(text, "attn_temperature_tuning", False)
     scaled_from = getattr(text, "floor_scale", None) if is_scaled else None
     if scaled_from is not None and tokens > scaled_from:

@@ -41,7 +41,7 @@ def is_stack(parameter: torch.Tensor) -> bool:
 
 
 def is_in_list(name: str) -> bool:
-    """Whether a module or a parameter is of one expert in a list of them, by its name."""
+    """Whether a name is that of a module or a parameter within a list of experts."""
     return re.search(r"(^|\.)experts\.\d+\.", name) is not None
 
 
@@ -93,12 +93,12 @@ def number(settings: Any, *names: str) -> int:
 
 
 def most_of_layers(model: PreTrainedModel, *names: str) -> int:
-    """Return the largest that the layers' settings give for the first of these names, or 0."""
+    """Return the largest value in any layer of the first of these settings that has one, or 0."""
     settings: Any = model.config.get_text_config()
     layers = settings.per_layer_config
-    given = [[getattr(layer, name, None) for layer in layers] for name in names]
-    # Hunyuan may give a number of its own for each layer.
-    lists = [[n for v in each for n in (v if isinstance(v, list) else [v])] for each in given]
+    values = [[getattr(layer, name, None) for layer in layers] for name in names]
+    # Hunyuan may have a list, with a number for each layer.
+    lists = [[n for v in each for n in (v if isinstance(v, list) else [v])] for each in values]
     numbers = ([n for n in each if isinstance(n, int)] for each in lists)
     return max(next(filter(None, numbers), [0]))
 
@@ -109,10 +109,8 @@ def top_k(model: PreTrainedModel) -> int:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses.
-
-    Mamba names its mixers, too; they are within layers.
-    """
+    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses."""
+    # Mamba names its mixers, too. These are within layers, and are left out.
     names = set(model._no_split_modules or ())
     named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
     inner = {m for layer in named for m in [*layer.modules()][1:]}
