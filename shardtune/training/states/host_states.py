@@ -1,8 +1,8 @@
 """Master weights, moments and gradients in pinned host memory (`optimizer.offload`).
 
-A GPU keeps what it computes with, its slices of the weights in the compute dtype. An update brings
-pieces of masters, moments and gradients to the GPU and takes them back, so that copies both ways
-and kernels overlap. The kernels are those of a run without offload, and so are its numbers.
+A GPU keeps its slices of the weights in the compute dtype. An update brings pieces of masters,
+moments and gradients to the GPU and takes them back, so that copies both ways and kernels overlap.
+The kernels are those of a run without offload, and so are its numbers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,15 @@ def piece_rows(n_columns: int) -> int:
 
 
 class HostStates:
-    """Masters, moments and gradients of the parameters that this rank updates.
+    """Holds masters, moments and gradients of the parameters that this rank updates.
 
     Attributes:
-        masters: weights in their own dtype, where the device keeps fewer digits of them.
+        masters: the weights of which the device keeps fewer digits.
         sent: the gradients.
     """
 
     def __init__(self, owned: OwnedParameters) -> None:
-        """Move the masters, as they were read or drawn, to pinned memory.
-
-        Raises:
-            RunFailed: the node cannot pin it.
-        """
+        """Move the masters to pinned memory. Raises RunFailed if the node cannot pin it."""
         self._parameters = list(owned.by_name.values())
         self._device, master = self._parameters[0].device, DTYPES[owned.layout.master_dtype]
         self._gradient_dtype = DTYPES[owned.layout.gradient_dtype]
@@ -50,22 +46,19 @@ class HostStates:
         self.masters: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in rounded:
             local = self.zeros(to_local(parameter).shape, dtype=master)
-            if (values := owned.take_master(parameter)) is not None:  # else it has no contents
+            if (values := owned.take_master(parameter)) is not None:  # else it has no contents yet
                 local.copy_(values)
             self.masters[parameter] = sharded_as(parameter, local)
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.sent = SentGradients(owned, self)
         self._in, self._out = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        # Those on the device, and what says that they are back in host memory.
+        # Pieces on the device, each with the event after which it is back in host memory.
         self._pieces: deque[tuple[torch.cuda.Event, dict[str, torch.Tensor]]] = deque()
 
     def reserve(self, state_sizes: Iterable[int]) -> None:
-        """Pin memory for gradients, and for an optimizer's states, which `zeros` will return.
+        """Pin memory for gradients and for the optimizer's states. Raises RunFailed.
 
-        `state_sizes`: the bytes of each of their tensors.
-
-        Raises:
-            RunFailed: the node cannot pin it.
+        `state_sizes`: the bytes of each tensor that `zeros` will return.
         """
         dtype = self._gradient_dtype
         gradients = sum(_size(p, dtype) for p in self._parameters)
@@ -74,7 +67,7 @@ class HostStates:
             self._gradients[parameter] = self.zeros(to_local(parameter).shape, dtype=dtype)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros in pinned memory that nothing else has."""
+        """Return zeros in the next free part of the pinned memory."""
         n_bytes = torch.Size(shape).numel() * dtype.itemsize
         part, self._free = self._free[:n_bytes], self._free[_aligned(n_bytes) :]
         return part.view(dtype).view(shape)
@@ -86,12 +79,13 @@ class HostStates:
         return self._gradients[parameter].to(self._device, non_blocking=True)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return this step's gradient of a parameter, if it has one, wherever that is."""
+        """Return this step's gradient of a parameter, in host memory or on the device, or None."""
         return self._gradients[parameter] if parameter in self.sent else parameter.grad
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Update all weights within this context, with the step's gradients."""
+        """Let an update within this context begin and end in the order of the device's kernels."""
+        # Copies in wait for the last gradients. Later kernels wait until all copies out have ended.
         self._in.wait_stream(torch.cuda.current_stream())
         yield
         while self._pieces:
@@ -102,14 +96,13 @@ class HostStates:
     def on_device(
         self,
         parameter: torch.Tensor,
-        matrices: Mapping[str, torch.Tensor],
-        pieces: Sequence[slice],
+        matrices: Mapping[str, torch.Tensor],  # this rank's weight, gradient and states
+        pieces: Sequence[slice],  # of their rows
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield pieces of a parameter's tensors on the device, to be updated in place.
-
-        `matrices`: this rank's part of its weight, which its master takes the place of, of its
-        gradient and of its states, wherever each is. `pieces`: of their rows.
-        """
+        """Yield pieces of a parameter's tensors on the device, to be updated in place."""
+        # Three streams overlap: copies in, kernels, copies out. At most PIECES pieces are on the
+        # device, so that memory does not grow with a weight. A master takes its weight's place, and
+        # the weight is rounded from it.
         weight, master = matrices["weight"], self.masters.get(parameter)
         if master is not None:
             matrices = {**matrices, "weight": to_local(master).view(weight.shape)}
@@ -131,18 +124,18 @@ class HostStates:
             self._pieces.append((self._out.record_event(), part))
 
     def _drop_piece(self) -> None:
-        """Give back the memory of the first piece, once it is in host memory."""
+        """Give back the device memory of the oldest piece, once it is in host memory."""
         stored, _ = self._pieces.popleft()
         self._in.wait_event(stored)
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Make the device's weights those of the masters, which a checkpoint has."""
+        """Round the device's weights from the masters, which a checkpoint has."""
         for parameter, master in self.masters.items():
             to_local(parameter).copy_(to_local(master))
 
     def wait(self) -> None:
-        """Let the host wait until its memory has what was last sent to it."""
+        """Let the host wait until all sent gradients are in its memory."""
         torch.cuda.current_stream().synchronize()
 
 

@@ -1,11 +1,10 @@
 """Gradients and moments divided over all ranks where each replica has all weights (ZeRO-2 between
 replicas, arXiv 1910.02054).
 
-FSDP2 gathers weights and reduces gradients within a replica, so that a rank has a slice of each
-weight, as one rank of every other replica has. They divide it by rows: the optimizer of each
-updates one part. As a backward leaves a layer, the gradients of its slices go to the owners of
-their parts, and after the update the new weights come back. Each is one message for a layer, two
-where its experts are spread.
+FSDP2 gathers weights and reduces gradients within a replica, so that one rank of every replica has
+the same slice of a weight. These ranks divide the slice by rows, and the optimizer of each updates
+one part. As a backward leaves a layer, gradients go to the owners of their parts, and after the
+update the new weights come back: one message for a layer each time, two if its experts are spread.
 """
 
 from __future__ import annotations
@@ -26,26 +25,23 @@ from shardtune.model.source.masters import take_master
 
 
 class OwnedParameters:
-    """The parameters that this rank's optimizer updates.
+    """Holds the trained parameters that this rank's optimizer updates.
 
-    They are the trained ones of the model, FSDP2's slices, or with replicas this rank's parts of
-    them, which share their memory.
+    They are FSDP2's slices, or with replicas this rank's parts of them, which share their memory.
 
     Attributes:
         by_name: the parameters by the model's names, in its order.
-        by_group: FSDP2's groups, each with the parameters that are its own; empty where neither
-            replicas nor `optimizer.offload` need it.
-        shared: the one that the first stage has as embedding and the last one as head.
+        by_group: FSDP2's groups with their parameters, if replicas or `optimizer.offload` need it.
+        shared: the weight that the first stage has as embedding and the last stage as head.
     """
 
     def __init__(self, model: PreTrainedModel, world: World) -> None:
-        """`model` comes from `build_model` or, without storage, from `build_on_meta`."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._world, self.layout = world, world.layout
         is_meta = any(p.is_meta for p in model.parameters())
         needs_groups = self.layout.replicate > 1 or self.layout.offloads
-        # FSDP2 may move its slices once, before the first forward. Parts of the old ones would be
-        # right until a checkpoint is loaded into the new ones.
+        # FSDP2 may move its slices once, before the first forward. Parts of the old memory would
+        # miss a checkpoint that is loaded into the new one.
         if needs_groups and not is_meta:
             move_slices(model)
         parts = {p: p for p in trained.values()}
@@ -71,7 +67,7 @@ class OwnedParameters:
                 self._divided.append(divided)
 
     def take_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the master that was read or drawn with its slice, if the device has it rounded."""
+        """Return this rank's part of a master weight, if the device has the weight rounded."""
         values = take_master(self._slices[parameter])
         if values is None or self.layout.replicate == 1:
             return values
@@ -84,7 +80,7 @@ class OwnedParameters:
 
 
 class _DividedGroup:
-    """The trained parameters of one of FSDP2's groups."""
+    """Exchanges the trained parameters of one of FSDP2's groups between replicas."""
 
     def __init__(
         self, pairs: list[tuple[Any, nn.Parameter]], reduce_dtype: torch.dtype, world: World
@@ -96,7 +92,7 @@ class _DividedGroup:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Send the parts of the slices' gradients to their owners, and add up what comes."""
+        """Send the parts of the slices' gradients to their owners, and add up the received ones."""
         reduced = [(each, part) for each, part in self._pairs if each.grad is not None]
         numels = [self._part_numel(each) for each, _ in reduced]
         sent = torch.empty(
@@ -108,16 +104,16 @@ class _DividedGroup:
             torch._chunk_cat([g for g in gradients if g.numel()], 0, self._replicas, out=sent)
             del gradients
         for each, _ in reduced:
-            each.grad = None  # the memory of other replicas' parts
+            each.grad = None  # frees the memory of parts that other replicas own
         if sent.numel():
             dist.reduce_scatter_single(received, sent.view(-1), group=self._process_group)
         for (_, part), gradient in zip(reduced, received.split(numels), strict=True):
             local = to_local(part)
-            own = gradient[: local.numel()].view(local.shape).to(part.grad_dtype)
+            total = gradient[: local.numel()].view(local.shape).to(part.grad_dtype)
             if part.grad is None:
-                part.grad = sharded_as(part, own)
-            else:  # of earlier micro-batches
-                to_local(part.grad).add_(own)
+                part.grad = sharded_as(part, total)
+            else:  # it has earlier micro-batches
+                to_local(part.grad).add_(total)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -134,14 +130,14 @@ class _DividedGroup:
             each.copy_(parts.flatten()[: each.numel()].view(each.shape))
 
     def _part_numel(self, each: torch.Tensor) -> int:
-        """Return the elements of the largest part of a slice. The others are padded to it."""
+        """Return the elements of the largest part of a slice, to which all parts are padded."""
         local = to_local(each)
         return _part_rows(local, self._replicas) * math.prod(local.shape[1:])
 
 
 def _own_part(each: DTensor, world: World) -> nn.Parameter:
     """Return this rank's part of its slice of a weight, as a view of it."""
-    # Parts are cut from slices, and slices of spread experts from each rank's experts.
+    # A DTensor lists its cuts from the outermost one on: experts over ranks, slices, then parts.
     mesh = world.meshes.of_parts[each.device_mesh.mesh_dim_names or ()]
     placements = [Shard(cast(Shard, p).dim) for p in reversed(each.placements)]
     part = DTensor.from_local(

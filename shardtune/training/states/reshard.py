@@ -1,22 +1,19 @@
-"""Where gradient accumulation meets resharding: what stays unsharded between micro-batches.
+"""Decide what stays unsharded between micro-batches, where accumulation meets resharding.
 
                       freed after each forward and backward     kept for the whole step
     parameters        gathered twice in every micro-batch       gathered once a step
     gradients         reduced in every micro-batch              reduced once a step
 
-Parameters are kept by group, as many as have room; gradients all or none.
+Kept tensors need memory, so the free memory decides. Parameters are kept by group, as many groups
+as have room; gradients all or none. Gradients that are reduced in every micro-batch are exchanged
+between replicas once a step, if each replica's sums have room until then, else as often as they are
+reduced. Each choice sums the same gradients, in another order.
 
-Gradients that are reduced in every micro-batch meet those of other replicas once a step, if the
-sums of each replica can be kept until then, else in every micro-batch, too.
-
-The sums are the same, in another order. Kept tensors need memory, so the free memory decides.
-
-A rank that has the whole model, one shard, gathers nothing, but FSDP2 casts its weights to the
-compute dtype and copies its gradients all the same, as often as others gather and reduce. There the
-kept gradients take the place of the sharded ones, and their sum has the same order. A weight that
-has that dtype already is not FSDP2's, so that nothing of it is copied (`build.shard`).
-
-What is freed is gathered again a layer ahead of its use (`model/fsdp_groups.py`).
+On a rank with the whole model, one shard, FSDP2 gathers nothing, but still casts weights to the
+compute dtype and copies gradients, as often as it would gather and reduce. There kept gradients
+take the place of sharded ones, and are summed in the same order. A weight in the compute dtype is
+not copied at all (`sharding.shard`). Freed groups are gathered again a layer ahead of their use
+(`fsdp_groups.gather_ahead`).
 """
 
 from __future__ import annotations
@@ -43,21 +40,21 @@ _SHARE = 0.5  # of the free memory; the rest is for activations
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What is kept until the last micro-batch of a step."""
+    """The tensors that are kept until the last micro-batch of a step."""
 
-    kept_groups: int  # whose parameters stay unsharded, of `gathered_groups`
+    kept_groups: int  # the first of `gathered_groups`, whose parameters stay unsharded
     keep_gradients: bool  # unsharded
-    keep_sums: bool = True  # of a replica's gradients, sharded; with one replica always
+    keep_sums: bool = True  # a replica's reduced gradients; always with one replica
 
     def keep_gathered(self, model: Any) -> None:
-        """Tell FSDP what every forward leaves unsharded."""
+        """Tell FSDP which groups every forward leaves unsharded."""
         for group in list(gathered_groups(model))[: self.kept_groups]:
             group.set_reshard_after_forward(False, recurse=False)
 
     def before_backward(self, model: Any, is_last_micro_batch: bool) -> None:
-        """Tell FSDP what the coming backward keeps and reduces."""
+        """Tell FSDP what the coming backward keeps and reduces. The last one reduces all."""
+        # The first call decides within a replica, the second one between replicas.
         model.set_requires_gradient_sync(is_last_micro_batch or not self.keep_gradients)
-        # The line above decides within a replica, and this one between replicas.
         model.set_requires_all_reduce(is_last_micro_batch or not self.keep_sums)
         for number, group in enumerate(gathered_groups(model)):
             is_freed = is_last_micro_batch or number >= self.kept_groups
@@ -65,7 +62,7 @@ class ReshardPolicy:
 
 
 class KeptBytes(NamedTuple):
-    """The bytes that each choice of a `ReshardPolicy` takes of a rank, beside its state."""
+    """The bytes of a rank that each choice of a `ReshardPolicy` needs, beside its state."""
 
     parameters: Sequence[int]  # of each group
     gradients: int
@@ -73,16 +70,14 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(model: Any, layout: Layout) -> KeptBytes:
-    """Return what a rank keeps of all parameters that it gathers and of their gradients.
-
-    The gradients of a rank that reduces with no other take none, since they replace the sharded
-    ones. Of a replica's sums a rank keeps those whose owners are other replicas' ranks.
-    """
+    """Return the bytes of a rank if it keeps all parameters, all gradients or all sums."""
     groups = gathered_groups(model).values()
-    trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
-    gradients = 0 if layout.stage_ranks == 1 else trained * BYTES[layout.reduce_dtype]
-    own = sum(to_local(p).numel() for p in model.parameters() if p.requires_grad)
-    sums = own * BYTES[layout.gradient_dtype]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # A rank that is alone in its stage needs none: kept gradients replace the sharded ones.
+    gradient_bytes = BYTES[layout.reduce_dtype] * (layout.stage_ranks > 1)
+    gradients = sum(map(gathered_numel, trained)) * gradient_bytes
+    # The rank needs its own part of the sums in any case. Kept sums also have the other parts.
+    sums = sum(to_local(p).numel() for p in trained) * BYTES[layout.gradient_dtype]
     others = sums * (layout.replicate - 1) // layout.replicate
     compute_bytes = BYTES[layout.compute_dtype]
     parameters = [sum(map(gathered_numel, group)) * compute_bytes for group in groups]
@@ -98,15 +93,15 @@ def choose_reshard_policy(
 ) -> ReshardPolicy:
     """Decide by the free memory of the fullest rank, for all ranks, and log why. Collective.
 
-    `saved` is the decision of the resumed run. It holds for gradients, because a resume must not
-    change the order of a sum. `planned_groups`: how many this stage may keep gathered where not all
-    have room, by the plan, which knows the activations.
+    `saved`: the policy of the resumed run. `planned_groups`: the most groups of this stage that the
+    plan, which knows the activations, keeps gathered.
     """
-    # Stages differ, and one decision about gradients holds for all.
+    # Stages differ in bytes, but one decision about gradients must hold for all ranks: they reduce
+    # together. `saved` decides about gradients, since a resume must not change the order of a sum.
     layout = world.layout
-    own = kept_bytes(model, layout)
-    gradients, sums = map(max, zip(*world.all_gather_json(own[1:]), strict=True))
-    kept = KeptBytes(own.parameters, gradients, sums)
+    kept = kept_bytes(model, layout)
+    gradients, sums = map(max, zip(*world.all_gather_json(kept[1:]), strict=True))
+    kept = KeptBytes(kept.parameters, gradients, sums)
     # The sharded gradients and the optimizer's state are not allocated yet.
     free = min(world.all_gather_json(_free_bytes(world) - state.gradients - state.optimizer))
     policy, room, room_for_parameters = decide(
@@ -144,15 +139,12 @@ def _when(policy: ReshardPolicy, kept: KeptBytes, layout: Layout) -> str:
 
 
 def fixed_policy(layout: Layout) -> ReshardPolicy | None:
-    """Return what a rank keeps of its gradients that reduces with no other, whatever the memory.
-
-    None where ranks share a stage, so that the free memory decides.
-    """
+    """Return the policy of a rank that is alone in its stage, else None: free memory decides."""
     if layout.stage_ranks > 1:
         return None
-    # One rank sums gradients that it does not keep in the dtype of the sharded ones.
+    # Gradients that are not kept are summed in the dtype of sharded gradients.
     is_alike = layout.reduce_dtype == "float32"
-    # In host memory they take no room. Else those that are kept take the place of sharded ones.
+    # Offloaded gradients take no room on the device. Else kept gradients replace the sharded ones.
     keep_gradients = not layout.offloads if is_alike else layout.ranks > 1
     return ReshardPolicy(kept_groups=0, keep_gradients=keep_gradients)
 
@@ -164,16 +156,14 @@ def decide(
     saved: ReshardPolicy | None = None,
     planned_groups: int = 0,
 ) -> tuple[ReshardPolicy, float, float]:
-    """Decide by the bytes of what is kept and of the free memory, as `saved` has it for gradients.
-
-    Where not all groups have room, at most `planned_groups` are kept. Returns the decision, the
-    room for all of it, and that for the parameters, in bytes.
-    """
+    """Return the policy, the room for all kept tensors, and the room for parameters, in bytes."""
+    # Gradients come first: they save a reduction in every micro-batch. Parameters get the room that
+    # is left. If that is not enough for all groups, the plan, which knows the activations, decides.
     room = max(0.0, _SHARE * free)
     keep_gradients = saved.keep_gradients if saved else kept.gradients <= room
     keep_sums = saved.keep_sums if saved else kept.sums <= room
-    of_gradients = kept.gradients if keep_gradients else kept.sums * keep_sums
-    room_for_parameters = max(0.0, room - of_gradients * (micro_batches > 1))
+    gradients = kept.gradients if keep_gradients else kept.sums * keep_sums
+    room_for_parameters = max(0.0, room - gradients * (micro_batches > 1))
     groups = groups_in(kept, room_for_parameters)
     if groups < len(kept.parameters):
         groups = min(groups, planned_groups)
@@ -181,12 +171,12 @@ def decide(
 
 
 def room_beside(peak: float, memory: float) -> float:
-    """Return how many bytes of groups may stay gathered beside the peak of a step without them."""
+    """Return the bytes of groups that may stay gathered beside the peak of a step without them."""
     return _SHARE * (memory - peak)
 
 
 def groups_in(kept: KeptBytes, room: float) -> int:
-    """Return how many groups have room, from the first on."""
+    """Return the number of groups, from the first on, that have room together."""
     return sum(total <= room for total in accumulate(kept.parameters))
 
 

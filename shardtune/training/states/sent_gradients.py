@@ -21,26 +21,24 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class HostMemory(Protocol):
-    """Host memory of gradients. Copies run on the current stream."""
+    """Holds gradients in host memory. Copies run on the current stream."""
 
     def write(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Begin to copy this rank's part of a parameter's gradient to host memory."""
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Begin to copy it back into new memory of the device, and return that."""
+        """Begin to copy this rank's part back to the device, and return its new memory."""
 
 
 class SentGradients:
-    """The gradients that a step has reduced so far.
-
-    What several micro-batches reduce is added up on the device, in their order.
+    """Sends the gradients that a step reduces to host memory.
 
     Attributes:
-        norms: those of short rows of each gradient, on the device.
+        norms: the norms of short rows of each gradient, on the device.
     """
 
     def __init__(self, owned: OwnedParameters, memory: HostMemory) -> None:
-        """From now on send the gradients of all parameters but one that two stages have."""
+        """Send all gradients from now on but that of a weight that two stages have and must sum."""
         self._memory = memory
         self._sent: set[torch.Tensor] = set()
         self._on_their_way: list[torch.Tensor] = []
@@ -58,7 +56,7 @@ class SentGradients:
     def _send_reduced(self, parameters: Sequence[torch.Tensor]) -> None:
         reduced = [p for p in parameters if p.grad is not None]
         if reduced:
-            self._release()  # what the group before has sent
+            self._release()  # the gradients of the group before: those of two groups at most wait
             self._stream.wait_stream(self._any_group.reductions)
             with self._device.stream(self._stream), torch.no_grad():
                 for parameter in reduced:
@@ -67,7 +65,7 @@ class SentGradients:
     def _send(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         gradient, parameter.grad = to_local(parameter.grad), None
-        if parameter in self._sent:
+        if parameter in self._sent:  # by an earlier micro-batch: the device adds up, in their order
             gradient.add_(self._memory.read(parameter))
         self.norms[parameter] = row_norms(gradient)
         self._memory.write(parameter, gradient)
@@ -75,16 +73,16 @@ class SentGradients:
         self._on_their_way.append(gradient)
 
     def _release(self) -> None:
-        """Let later reductions have the memory of what is on its way, once that has arrived."""
+        """Free the memory of gradients on their way for reductions that wait for their arrival."""
         self._any_group.reductions.wait_stream(self._stream)
         self._on_their_way.clear()
 
     def finish(self) -> None:
-        """Put what the device computes from now on behind all that is on its way."""
+        """Let later kernels of the device wait for all gradients on their way."""
         self._release()
         self._device.current_stream().wait_stream(self._stream)
 
     def clear(self) -> None:
-        """Forget the gradients, which an update has read."""
+        """Forget the gradients, after an update has read them."""
         self._sent.clear()
         self.norms.clear()

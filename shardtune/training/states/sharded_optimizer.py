@@ -1,8 +1,8 @@
 """The optimizer of a run: applies an update rule to each rank's part of the weights.
 
-What is stored in fewer bits than float32 is rounded at random, up or down in proportion to the
-distance, so that it is right on average: updates far below the spacing of the stored values add up,
-which rounding to the nearest value would lose.
+Values that are stored in fewer bits than float32 are rounded at random, up or down in proportion to
+the distance, so that they are right on average. Updates far below the spacing of stored values then
+add up; rounding to the nearest value would lose them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardtune.optimizers.rounding import code_tables, noise_keys
 from shardtune.optimizers.rules import State, UpdateRule
 from shardtune.training.states.host_states import HostStates, piece_rows
 
-# A compiled update stores no number between, so that its pieces need only fit 32-bit indices.
+# A compiled update stores no intermediate results: its pieces must only fit 32-bit indices.
 _COMPILED_PIECE = 1 << 28
-_TRIED = 1 << 18  # elements of a trial: as many as the compiler's choices need to be a large one's
-_MOST_GRAPHS = 64  # of few and many rows or blocks, with and without a rest, and of each dtype
-_ALIGNED = 16  # rows of which any number begins where kernels read aligned
+_TRIED = 1 << 18  # elements of a trial, for which the compiler chooses as for a large weight
+_MOST_GRAPHS = 64  # for few and many rows or blocks, with and without a rest, and for each dtype
+_ALIGNED = 16  # rows: pieces of a multiple of these begin where kernels read aligned
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Applies `rule` to named parameters. Their states are sharded as they are.
+    """Applies `rule` to named parameters, whose states are sharded as the parameters are.
 
     Attributes:
-        gradient_factor: multiplies each gradient in float32 where the next step reads it.
-        is_compiled: a parameter is updated by few compiled kernels, or by hundreds for each piece.
+        gradient_factor: multiplies each gradient, in float32, as the next step reads it.
+        is_compiled: few compiled kernels update a parameter, not hundreds for each piece.
     """
 
     def __init__(
@@ -44,10 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: HostStates | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """`master`: dtype of the weights that are updated, if not that of the parameters.
-
-        `host` has these weights and the states.
-        """
+        """`master`: the dtype of master weights, which `host` holds with the states."""
         super().__init__(groups, {"weight_decay": 0.0, **hyperparameters})
         self.rule, self.host, self._seed, self._master = rule, host, seed, master
         self.gradient_factor = 1.0
@@ -62,11 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.is_compiled = False
 
     def compile_update(self) -> None:
-        """Compile the update, and try it on zeros as wide as each parameter.
-
-        Every graph of the later steps is compiled now. What the compiler raises leaves the update
-        eager.
-        """
+        """Compile the update, and try it on zeros as wide as each parameter."""
+        # The trial compiles every graph of later steps now. The update stays eager if it raises.
         update = self.rule.update
         compiled = compile_for_all_lengths(update, fullgraph=True, recompile_limit=_MOST_GRAPHS)
         shapes = dict.fromkeys(self._trial_shape(p) for p in self.trained if to_local(p).numel())
@@ -109,21 +103,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.host.zeros if self.host else functools.partial(torch.zeros, device=local.device)
         )
         for name, state in self._states(parameter).items():
-            own, whole = (_with_length(shape, state) for shape in (local.shape, parameter.shape))
-            tensors[name] = sharded_as(parameter, zeros(own, dtype=state.dtype), whole)
+            part, whole = (_with_length(shape, state) for shape in (local.shape, parameter.shape))
+            tensors[name] = sharded_as(parameter, zeros(part, dtype=state.dtype), whole)
         return tensors
 
     def state_sizes(self, parameter: torch.Tensor) -> Iterator[int]:
-        """Yield the bytes of each tensor of this rank's state of a parameter, but of `step`."""
+        """Yield the bytes of each tensor in this rank's state of a parameter, except `step`."""
         for state in self._states(parameter).values():
             shape = _with_length(to_local(parameter).shape, state)
             yield shape.numel() * state.dtype.itemsize
 
     def eager_bytes(self, parameter: torch.Tensor) -> int:
-        """Return the memory in which an eager update of a parameter works, counted by its tensors.
-
-        A compiled one needs none, and a GPU tells only when it runs whether it can compile.
-        """
+        """Return the memory of intermediate results in an eager update of a parameter."""
+        # A compiled update has none. A plan cannot know whether a GPU will compile, so it counts.
         local = to_local(parameter)
         width = max(1, _width(local))
         rows = min(local.numel() // width, piece_rows(width))
@@ -134,11 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Raises:
-            ValueError: a closure is given. It would compute the gradients again.
-        """
+        """Update all parameters that have a gradient. Raises ValueError for a closure."""
+        # A closure would compute gradients again, outside of the step's order of collectives.
         if closure is not None:
             raise ValueError("gradients are taken as they are - give no closure")
         with self.host.updating() if self.host else nullcontext():
@@ -146,7 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update_group(group)
 
     def _update_group(self, group: dict[str, Any]) -> None:
-        by_step: dict[int, dict[str, torch.Tensor]] = {}  # mostly one: all share its factors
+        # By the number of a parameter's step, mostly one number: its factors serve all parameters.
+        by_step: dict[int, dict[str, torch.Tensor]] = {}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if self._gradient(parameter) is not None:
                 step = self._count_step(parameter)
@@ -158,6 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.rule.is_fused and not self.host:
                 self._update(list(map(self._tensors, named.values())), factors)
                 continue
+            # Noise follows from (seed, step, name, place): it is the same on any number of ranks.
             keys = noise_keys(self._seed, step, named, device)
             for parameter, key in zip(named.values(), keys, strict=True):
                 self._update_pieces(parameter, factors, key)
@@ -170,7 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return int(step.item())
 
     def _tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return this rank's part of all that an update reads and writes."""
+        """Return this rank's part of the tensors that an update reads and writes."""
         tensors = {"weight": parameter, "gradient": self._gradient(parameter)}
         tensors |= self.state[parameter]
         return {name: to_local(cast(Any, x)) for name, x in tensors.items() if name != "step"}
@@ -203,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class _TrialShape(NamedTuple):
-    """What a graph of the update may be compiled for."""
+    """The shapes and dtypes for which a graph of the update is compiled."""
 
     rows: int
     width: int
@@ -221,10 +212,8 @@ def _with_length(shape: torch.Size, state: State) -> torch.Size:
 
 
 def places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers, in the whole tensor, of this rank's rows and columns.
-
-    int64 and int32. Rows are those of a matrix as wide as the last dimension.
-    """
+    """Return the numbers, in the whole tensor, of this rank's rows (int64) and columns (int32)."""
+    # Rows are those of a matrix as wide as the last dimension.
     local, first = to_local(parameter), first_indices(parameter)
     box = tuple(zip(local.shape[:-1], first[:-1], parameter.shape[:-1], strict=True))
     begin, width = first[-1] if local.dim() else 0, _width(local)
@@ -233,10 +222,8 @@ def places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache  # the layers' parameters have few boxes
 def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the number, in the whole tensor, of each row of a box of it.
-
-    `box`: its size, its first index and the tensor's size in every dimension but the last.
-    """
+    """Return the number, in the whole tensor, of each row of a rank's box."""
+    # The box has a size, a first index and the tensor's size in every dimension but the last.
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for size, begin, length in box:
         rows = rows[..., None] * length + torch.arange(begin, begin + size, device=device)

@@ -1,11 +1,10 @@
-"""What a rank needs for the state of training: parameters, gradients and the optimizer's state."""
+"""Count the bytes of a rank's state of training: parameters, gradients, the optimizer's state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
 from transformers import PreTrainedModel
 
 from shardtune.distributed.layout import BYTES, Layout
@@ -18,7 +17,7 @@ from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 class StateBytes:
     """The bytes of this rank's parameters, of their gradients and of the optimizer's state.
 
-    With `optimizer.offload` they are what the device has of these at once.
+    With `optimizer.offload` the first three are the device's part alone.
     """
 
     parameters: int
@@ -34,36 +33,28 @@ class StateBytes:
 
     @property
     def host(self) -> int:
-        """Bytes of pinned host memory."""
+        """Return the bytes of pinned host memory."""
         return self.host_masters + self.host_gradients + self.host_optimizer
 
     @property
     def saved_optimizer(self) -> int:
-        """Bytes of the optimizer's state, wherever they are."""
+        """Return the bytes of the optimizer's state, on the device or in host memory."""
         return self.optimizer + self.host_optimizer
 
 
 def state_bytes(model: PreTrainedModel, optimizer: ShardedOptimizer, layout: Layout) -> StateBytes:
-    """Compute what the state takes after the first step; nothing is allocated."""
+    """Compute the bytes of the state after the first step; nothing is allocated."""
     trained, gradient_bytes = optimizer.trained, BYTES[layout.gradient_dtype]
     gradients = sum(to_local(p).numel() for p in trained) * gradient_bytes
     states = sum(chain(*map(optimizer.state_sizes, trained)))
-    parameters = sum(map(_local_bytes, model.parameters()))
-    steps = 4 * len(trained)  # each has the number of its step
+    parameters = sum(to_local(p).nbytes for p in model.parameters())
+    steps = 4 * len(trained)  # each parameter has the number of its step
     if not layout.offloads:
         return StateBytes(parameters, gradients, states + steps)
     # A group's gradients leave the device while those of the next one are reduced.
-    groups = (filter(_is_trained, group) for group in gathered_groups(model).values())
-    largest = max(sum(to_local(p).numel() for p in group) for group in groups)
+    groups = gathered_groups(model).values()
+    largest = max(sum(to_local(p).numel() for p in g if p.requires_grad) for g in groups)
     master = DTYPES[layout.master_dtype]
     masters = sum(to_local(p).numel() * master.itemsize for p in trained if p.dtype != master)
     in_flight = 2 * largest * gradient_bytes
     return StateBytes(parameters, in_flight, steps, masters, gradients, states)
-
-
-def _is_trained(parameter: torch.Tensor) -> bool:
-    return parameter.requires_grad
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    return to_local(tensor).nbytes
