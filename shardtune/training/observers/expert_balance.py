@@ -1,7 +1,7 @@
-"""How evenly the routers of a mixture of experts use its experts, and the ranks that hold them.
+"""Measure how evenly routers use their experts, and the ranks that hold these.
 
-Counts are of all tokens of a step's forwards, on all ranks; layers that are computed again and
-evaluation count nothing. The counts reach the host with the step's other numbers.
+All tokens of a step's forwards count, on all ranks; layers that are computed again and evaluations
+count nothing. The counts reach the host with the step's other numbers, without a further wait.
 """
 
 from __future__ import annotations
@@ -25,37 +25,33 @@ _STARVING_STEPS = 100
 
 
 class ExpertBalance(StepObserver):
-    """Count the tokens of each expert, and report them. Does nothing where there are no experts.
-
-    `world`: with an `expert_mesh`, tokens per rank are compared within each group of `expert`.
-    """
+    """Counts and reports the tokens of each expert. Does nothing in a model without experts."""
 
     def __init__(
         self, model: PreTrainedModel, whole: PreTrainedModel, metrics: Metrics, world: World
     ) -> None:
-        """`whole`: the model of all stages, on meta. Each rank counts in those layers it has."""
+        """`whole`: the model of all stages, on meta. Each rank counts in its own layers."""
         self._metrics, self._device = metrics, world.device
         self._degree = world.expert_mesh["expert"].size() if world.expert_mesh else 1
-        self._counts: dict[str, torch.Tensor] = {}  # tokens of each expert; the last: of none
-        self._steps_without: dict[str, np.ndarray] = {}  # how long each expert has had none
-        own = dict(model.named_modules())
+        # Tokens of each expert of a layer; the last element: choices without an expert.
+        self._counts: dict[str, torch.Tensor] = {}
+        # Of each expert of a layer, the steps since it last had tokens.
+        self._steps_without: dict[str, np.ndarray] = {}
+        modules = dict(model.named_modules())
         for name, _, number in stacked_experts(whole):
             counts = torch.zeros(number + 1, dtype=torch.int64, device=world.device)
             self._counts[name], self._steps_without[name] = counts, np.zeros(number, dtype=int)
-            if name in own:
-                own[name].register_forward_pre_hook(_counting(counts))
+            if name in modules:
+                modules[name].register_forward_pre_hook(_counting(counts))
 
     def take_counts(self) -> torch.Tensor:
-        """Return this rank's tokens of each expert since the last call, layer by layer: [experts].
-
-        A float64 tensor on the device.
-        """
+        """Return this rank's tokens of each expert since the last call: float64, on the device."""
         layers = [counts[:-1].clone() for counts in self._counts.values()]
         for counts in self._counts.values():
             counts.zero_()
         # A dense model gathers an empty tensor, on the device of the step's other numbers.
-        none = torch.empty(0, dtype=torch.float64, device=self._device)
-        return torch.cat([none, *layers])
+        empty = torch.empty(0, dtype=torch.float64, device=self._device)
+        return torch.cat([empty, *layers])
 
     def step_ended(self, ended: StepEnded) -> None:
         """Report a step that is due, and experts that have had no tokens for long."""
@@ -63,9 +59,10 @@ class ExpertBalance(StepObserver):
             return
         layers, tokens = [], ended.stats.expert_tokens
         ends = np.cumsum([len(steps) for steps in self._steps_without.values()])
-        for name, of_layer in zip(self._counts, np.split(tokens, ends[:-1], axis=1), strict=True):
-            layers.append(balance(name, of_layer, self._degree))
-            idle = of_layer.sum(0) == 0
+        per_layer = np.split(tokens, ends[:-1], axis=1)
+        for name, layer_tokens in zip(self._counts, per_layer, strict=True):
+            layers.append(balance(name, layer_tokens, self._degree))
+            idle = layer_tokens.sum(0) == 0
             self._steps_without[name] = np.where(idle, self._steps_without[name] + 1, 0)
         self._warn()
         if ended.is_due:
@@ -89,8 +86,7 @@ class ExpertBalance(StepObserver):
 def balance(layer: str, tokens: np.ndarray, degree: int) -> LayerBalance:
     """Return how evenly the tokens of one layer, [groups, experts], are spread.
 
-    `degree`: how many ranks share the experts of a group; with one, no rank is compared. The fields
-    are those of `LayerBalance`.
+    `degree`: the number of ranks that share the experts of a group; with 1 no ranks are compared.
     """
     per_expert = tokens.sum(0)
     share = per_expert[per_expert > 0] / max(1, per_expert.sum())

@@ -1,4 +1,4 @@
-"""Names a step whose loss stands far above that of the steps before it."""
+"""Name each step whose loss stands far above the losses of the steps before it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from shardtune.config import Config
 from shardtune.log import logger
 from shardtune.training.observers.observer import StepEnded, StepObserver
 
-_WINDOW = 50  # steps before it
+_WINDOW = 50  # steps before it, with which a loss is compared
 _FEWEST = 20
-_DEVIATIONS = 10  # median ones: 6.7 standard deviations where losses scatter normally
+_DEVIATIONS = 10  # median deviations: 6.7 standard deviations of normally scattered losses
 _RATIO = 1.2  # a loss near 0 hardly scatters
 
 
 def inspect_command(config: Config, step: int) -> str:
-    """Return the command that shows what a step trains."""
+    """Return the command that shows the records of a step."""
     return f"python -m shardtune inspect-data --config {config.run.dir}/config.yaml --step {step}"
 
 
 class LossSpikes(StepObserver):
-    """Log each spike, with the command that shows its records."""
+    """Logs each spike, with the command that shows its records."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -36,19 +36,16 @@ class StepStats(NamedTuple):
 
 
 def all_gather_step_stats(
-    nll_sum: torch.Tensor,
-    squared_grad_norm: torch.Tensor,
-    trained_tokens: int,
+    nll_sum: torch.Tensor,  # float64, scalar, on the device
+    squared_grad_norm: torch.Tensor,  # float64, scalar, on the device
+    trained_tokens: int,  # of the global batch
     must_stop: bool,
-    expert_tokens: torch.Tensor,
+    expert_tokens: torch.Tensor,  # float64 [experts of all layers]
     world: World,
 ) -> StepStats:
-    """Gather this rank's numbers of a step from all ranks. Collective.
-
-    The host waits for the device here, and nowhere else in a step. `nll_sum`, `squared_grad_norm`:
-    float64 scalars on the device. `trained_tokens`: of the global batch. `expert_tokens`: of each
-    expert of all layers, float64.
-    """
+    """Gather the numbers of a step from all ranks. Collective."""
+    # One collective has all numbers, the wish to stop among them. `tolist` is the only place of a
+    # step where the host waits for the device, and all arithmetic before it runs there in float64.
     per_rank = world.all_gather_scalars(
         nll_sum,
         squared_grad_norm,
@@ -63,6 +60,7 @@ def all_gather_step_stats(
     per_group = per_rank[:, 6:].unflatten(0, (-1, group_size)).sum(dim=1)
     loss = nll_sums.sum() / max(1, trained_tokens)
     grad_norm = squared_norms.sum().sqrt()
+    # Each rank sums the same numbers in the same order, so that all have the same loss to the bit.
     largest = [each.amax() for each in (stops, memory, reserved, data)]
     numbers = torch.cat([torch.stack([loss, grad_norm, *largest]), per_group.flatten()])
     loss, grad_norm, any_stop, peak, reserved, waited, *tokens = numbers.tolist()
@@ -78,11 +76,10 @@ def all_gather_step_stats(
 
 
 class Metrics:
-    """`metrics.jsonl` of the run, written by rank 0.
+    """Writes `metrics.jsonl` on rank 0. After a resume, the lines of later steps are dropped.
 
-    Opening it after a resume drops the lines of later steps. Lines that cannot be written, as on a
-    full disk, wait in memory for the next one. `open_sinks` starts the trackers that get each
-    object as well; leaving this context waits a while for them.
+    Lines that cannot be written, as on a full disk, wait in memory for the next line. `open_sinks`
+    starts trackers, which get each object, too; leaving this context waits a while for them.
     """
 
     def __init__(
@@ -111,10 +108,8 @@ class Metrics:
             sink.close()
 
     def write(self, *entries: Entry) -> None:
-        """Append objects, with the time; None stands for NaN and infinity.
-
-        A kill leaves all objects of a call or none.
-        """
+        """Append objects, with the time; None stands for NaN and infinity."""
+        # One write has all objects of a call: a kill leaves all of them or none.
         if self._file is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
@@ -132,11 +127,7 @@ class Metrics:
             self._has_warned = True
 
     def sync(self) -> None:
-        """Bring the lines to the disk, before a checkpoint of their steps.
-
-        Raises:
-            OSError: the disk does not take them.
-        """
+        """Bring the lines to the disk, before a checkpoint of their steps. Raises OSError."""
         if self._file is not None:
             self._append(b"")
             self._file.sync()
@@ -157,7 +148,7 @@ def _without_infinities(entry: Entry) -> dict[str, Any]:
 
 
 def read_entries(path: Path, last_step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield each object up to a step with its line, but none that a crash cut short or garbled."""
+    """Yield each object up to a step, with its line. Lines that a crash garbled are left out."""
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             entry = json.loads(line)
@@ -169,14 +160,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this rank has held so far: of its GPU, or of its process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not ru_maxrss, which a process inherits from the one that started it.
+    # Not ru_maxrss, which a process inherits from its parent.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def reserved_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that the allocator has taken from the GPU so far, or 0 on a CPU.
-
-    It is what other processes and NCCL lack: allocated memory, and what lies free between.
-    """
+    """Return the most memory that the allocator has taken from the GPU so far, or 0 on a CPU."""
+    # Other processes and NCCL lack this memory, the free blocks within it, too.
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0

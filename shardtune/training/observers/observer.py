@@ -1,4 +1,4 @@
-"""What a measurement of each step is: a class with `step_ended`, and a line in `observers`."""
+"""Define a measurement of each step: a class with `step_ended`, and a line in `observers`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepObserver:
         """Prepare to measure: the forward comes next."""
 
     def step_ended(self, ended: StepEnded) -> None:
-        """Take the numbers of a step. It is not evaluated or saved yet."""
+        """Take the numbers of a step, before its evaluation and its save."""
 
     def step_saved(self) -> None:
         """Do long work: evaluation and save of the step have begun, and no clock runs."""

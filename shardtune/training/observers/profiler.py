@@ -1,4 +1,4 @@
-"""A trace of some steps on each rank, and how these steps divide."""
+"""Profile some steps on each rank: a trace, and the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_STEPS = 10  # more would fill the host's memory
 class StepProfiler(StepObserver):
     """Profiles the steps from the first to the last of `logging.profile_steps`.
 
-    Each rank writes into `folder`: a Chrome trace, a table of its most
-    expensive operators and, on a GPU, what its memory was taken by.
+    Each rank writes into `folder`: a Chrome trace, a table of its most expensive operators and, on
+    a GPU, the owners of its memory.
     """
 
     def __init__(
@@ -36,23 +36,19 @@ class StepProfiler(StepObserver):
         schedule: Schedule,
         world: World,
     ) -> None:
-        self._metrics, self._world = metrics, world
-        self._folder = folder
+        self._metrics, self._world, self._folder = metrics, world, folder
         first, last = steps or (0, 0)
-        self._steps = range(
-            max(first, schedule.start.step + 1), min(last, schedule.total_steps) + 1
-        )
+        next_step, last_step = schedule.start.step + 1, schedule.total_steps
+        self._steps = range(max(first, next_step), min(last, last_step) + 1)
         if steps and not self._steps:
-            left = f"{schedule.start.step + 1} to {schedule.total_steps}"
-            logger.info(
-                f"logging.profile_steps = [{first}, {last}] has no effect: steps {left} are left"
-            )
+            left = f"steps {next_step} to {last_step} are left"
+            logger.info(f"logging.profile_steps = [{first}, {last}] has no effect: {left}")
         if len(self._steps) > _MOST_STEPS:
             self._steps = self._steps[:_MOST_STEPS]
             logger.info(f"Profile: the first {_MOST_STEPS} steps alone, up to {self._steps[-1]}")
         self._is_gpu = world.device.type == "cuda"
         self._profile: profile | None = None
-        self._last_profiled = 0  # where the profile has ended
+        self._last_profiled = 0  # the step after which the profile has ended
         self._seconds = Counter[str]()
 
     def step_begins(self, number: int) -> None:
@@ -61,7 +57,7 @@ class StepProfiler(StepObserver):
         activities = [ProfilerActivity.CPU]
         if self._is_gpu:
             activities.append(ProfilerActivity.CUDA)
-            # Stacks of C++, too, would take microseconds of each allocation in a timed step.
+            # Stacks of Python alone: those of C++ would slow each allocation of a timed step.
             torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
         self._profile = profile(activities=activities)
         self._profile.start()
@@ -76,15 +72,13 @@ class StepProfiler(StepObserver):
             self._last_profiled = ended.step.number
 
     def step_saved(self) -> None:
-        """Write the files of a profile that has ended, once.
-
-        Files that cannot be written are said, and the run goes on.
-        """
+        """Write the files of a profile that has ended, once."""
+        # Only here, since it takes seconds: no clock runs, and no rank waits in the step.
         if self._profile is None or not self._last_profiled:
             return
         try:
             self._write(self._profile, self._last_profiled)
-        except (OSError, RuntimeError) as error:  # torch raises either
+        except (OSError, RuntimeError) as error:  # torch raises either; the run goes on
             node_logger.warning(f"{self._folder}: no profile ({first_line(error)})")
         finally:
             if self._is_gpu:

@@ -1,7 +1,7 @@
-"""Trackers that teams have, beside `metrics.jsonl`: TensorBoard and Weights & Biases.
+"""Hand the objects of `metrics.jsonl` to trackers: TensorBoard and Weights & Biases.
 
-Each has a thread of its own and gets the objects of `metrics.jsonl`. One that fails is said once,
-and one that hangs loses them: neither stops nor slows the run.
+Each tracker has a thread of its own. A tracker that fails is logged once, and a tracker that hangs
+loses objects: neither stops nor slows the run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from shardtune.config_io import to_dict
 from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
-_MOST_WAITING = 10_000  # objects; a tracker that hangs takes no more memory
-_CLOSE_TIMEOUT_S = 10.0  # for what a tracker has not sent when the run ends
-# The names of a step's numbers are its field's; those of other kinds have the kind before them.
+_MOST_WAITING = 10_000  # objects that wait for a tracker that hangs
+_CLOSE_TIMEOUT_S = 10.0  # for objects that a tracker has not sent when the run ends
 _NOT_SHOWN = {"step", "time"}
 
 Entry = Mapping[str, Any]
@@ -35,14 +34,13 @@ def require_packages(config: LoggingConfig) -> None:
     """Raise UserError for a tracker whose package is not installed."""
     wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
     missing = [name for name, is_on in wanted.items() if is_on and find_spec(name) is None]
+    problems = (
+        f"logging.{name}: the package {name} is not installed - pip install -e .[{name}], "
+        f"or switch logging.{name} off"
+        for name in missing
+    )
     if missing:
-        raise UserError(
-            *(
-                f"logging.{name}: the package {name} is not installed - pip install -e .[{name}], "
-                f"or switch logging.{name} off"
-                for name in missing
-            )
-        )
+        raise UserError(*problems)
 
 
 def open_sinks(config: Config, run_dir: Path, resumed_step: int | None) -> list[Sink]:
@@ -58,8 +56,8 @@ def open_sinks(config: Config, run_dir: Path, resumed_step: int | None) -> list[
 class Sink:
     """Hands objects to a tracker in a thread.
 
-    `start` connects to the tracker. It yields a function that takes an object, and what follows the
-    yield closes the tracker. It runs in the thread, because it may wait for a network.
+    `start` connects to the tracker, yields a function that takes an object, and then closes the
+    tracker. It runs in the thread, because it may wait for a network.
     """
 
     def __init__(self, name: str, start: Callable[[], Iterator[Write]]) -> None:
@@ -79,7 +77,7 @@ class Sink:
             self._end(f"does not take {_MOST_WAITING} objects")
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Wait until the tracker has everything, but no longer than `timeout_s`."""
+        """Wait until the tracker has every object, but no longer than `timeout_s`."""
         if self._has_ended:
             return
         deadline = time.monotonic() + timeout_s
@@ -94,7 +92,7 @@ class Sink:
             for write in self._start():
                 while (entry := self._queue.get()) is not None:
                     write(entry)
-        except Exception as error:  # whatever a tracker raises
+        except Exception as error:  # a tracker may raise anything
             self._end(f"failed ({type(error).__name__}: {first_line(error)})")
 
     def _end(self, what: str) -> None:
@@ -107,7 +105,7 @@ class Sink:
 
 
 def scalars(entry: Entry) -> dict[str, float]:
-    """Return the numbers of an object by the names under which trackers show them."""
+    """Return the numbers of an object by the names that trackers show, such as `eval/loss`."""
     kind = entry["kind"]
     prefix = {"step": "train", "eval": f"eval/{entry['set']}" if "set" in entry else "eval"}
     if kind == "experts":
@@ -133,7 +131,7 @@ def _over_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
 def _tensorboard(run_dir: Path, resumed_step: int | None) -> Iterator[Write]:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps behind the checkpoint are taken again.
+    # The run repeats the steps behind the checkpoint: drop their points.
     purge_step = None if resumed_step is None else resumed_step + 1
     with SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step) as writer:
 
@@ -157,10 +155,10 @@ def _wandb(config: Config, run_dir: Path, resumed_step: int | None) -> Iterator[
         dir=run_dir,
         config=to_dict(config),
         resume="allow",
-        # Nobody sits at this terminal to type a key.
+        # A run has nobody at the terminal to type a key.
         settings=wandb.Settings(silent=True, console="off", login_timeout=1),
     )
-    run.define_metric("*", step_metric="step")  # saves are noted some steps later
+    run.define_metric("*", step_metric="step")  # objects of a save come some steps later
 
     def write(entry: Entry) -> None:
         run.log({**scalars(entry), "step": entry["step"]})

@@ -1,4 +1,4 @@
-"""The line of each step, and its object in `metrics.jsonl`."""
+"""Log the line of each step, and write its object to `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardtune.units import gb
 
 
 class StepLog(StepObserver):
-    """Write each step to `metrics.jsonl`; log a line of each that is due.
+    """Writes each step to `metrics.jsonl`, and logs a line of each that is due.
 
-    A line has the mean speed since the line before it, and the last save if that has failed.
+    A line has the mean speed since the line before it, and a failure of the last save.
     """
 
     def __init__(

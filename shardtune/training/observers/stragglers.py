@@ -1,11 +1,11 @@
-"""The rank that the others wait for, how much slower it is than they are, and in which phase.
+"""Find the rank that other ranks wait for, its slowness, and its slowest phase.
 
-In FSDP all ranks end a step together, however fast each is. The time in which a rank does not wait
-tells them apart. It waits inside FSDP's gathers and reductions: on a CPU the host does, on a GPU
-the compute stream. These hold FSDP's own copies too, alike on all ranks.
+In FSDP all ranks end a step together, however fast each is. They differ in the time in which they
+do not wait. A rank waits inside FSDP's gathers and reductions: on a CPU its host, on a GPU its
+compute stream. FSDP's own copies count as waiting, too, equally on all ranks.
 
-A host too slow to feed its GPU counts as its own rank's time. A slow network makes all ranks wait
-alike and names none.
+A host too slow to feed its GPU counts as its rank's own time. A slow network makes all ranks wait
+alike, so that no rank is named.
 """
 
 from __future__ import annotations
@@ -32,16 +32,13 @@ _HOST = socket.gethostname()
 
 
 class Stragglers(StepObserver):
-    """Find the slowest rank of every ten steps.
-
-    It goes to `metrics.jsonl`, and is logged if it is slow for the second time in a row.
-    """
+    """Writes the slowest rank of ten steps to `metrics.jsonl`; logs one that is slow twice."""
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._world = metrics, world
         self._seconds: Counter[str] = Counter()
         self._suspect: int | None = None
-        self._steps = -1  # the first step also sets things up, and is no measure
+        self._steps = -1  # the first step does not count: it also compiles and allocates
         if world.size > 1:
             for group in groups_of(model):
                 group.time(world.progress.waiting)
@@ -54,7 +51,7 @@ class Stragglers(StepObserver):
         if self._steps % _EVERY_STEPS == 0:
             means = {phase: total / _EVERY_STEPS for phase, total in self._seconds.items()}
             self._seconds.clear()
-            # Through the store: the host does not wait for the device.
+            # Through the store: a collective of tensors would let the host wait for the device.
             per_rank = self._world.all_gather_json([_HOST, means])
             self._report(ended.step.number, *zip(*per_rank, strict=True))
 
@@ -63,7 +60,7 @@ class Stragglers(StepObserver):
         rank, ratio, phase = slowest(seconds_of, self._world.layout.stage_ranks)
         host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
         is_slow = ratio > _LOG_ABOVE
-        if is_slow and self._suspect == rank:  # one report may be chance
+        if is_slow and self._suspect == rank:  # a single slow measure may be chance
             spent = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
             logger.info(
                 f"Slowest: rank {rank} on {host}, {ratio:.2f} x the median, in {name} "
@@ -86,8 +83,9 @@ class Stragglers(StepObserver):
 def slowest(seconds: Sequence[Sequence[float]], stage_ranks: int) -> tuple[int, float, int]:
     """Return the slowest rank, its time as a multiple of the median, and the phase to blame.
 
-    `seconds`: [rank][phase]. Stages do different work: the medians are those of the rank's own.
+    `seconds`: [rank][phase].
     """
+    # Stages do different work, so that a rank is compared with the ranks of its own stage.
     per_stage = (
         (first, *_slowest(seconds[first : first + stage_ranks]))
         for first in range(0, len(seconds), stage_ranks)
@@ -97,11 +95,9 @@ def slowest(seconds: Sequence[Sequence[float]], stage_ranks: int) -> tuple[int, 
 
 
 def _slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
-    """Return the same of one stage, with the rank's place in it.
-
-    The phase is the one in which the rank is furthest above the median of that phase. A median is
-    the lower one: of two ranks, the other one is the measure.
-    """
+    """Return `slowest` of one stage, with the rank's place in the stage."""
+    # The blamed phase is that in which the rank is furthest above the phase's median. Of two middle
+    # values the median is the lower one: in a pair, the faster rank is the measure.
     totals = [sum(phases) for phases in seconds]
     rank = max(range(len(totals)), key=totals.__getitem__)
     medians = [median_low(ranks) for ranks in zip(*seconds, strict=True)]
