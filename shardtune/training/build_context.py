@@ -58,10 +58,11 @@ def build_train_context(
     prediction: Prediction,
     device_peak: DevicePeak,
 ) -> TrainContext:
-    """Build the sharded model and its optimizer, and load the checkpoint that the run resumes from.
-
-    Files of another run are moved aside once that checkpoint is loaded.
-    """
+    """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
+    # The order is that of memory and of agreement. Weights and optimizer come first, since the
+    # memory that they leave free decides what stays gathered. All trials of the model run on the
+    # source's weights, before the checkpoint is loaded, so that a resume decides as the start did.
+    # Files of other runs are moved aside only when nothing can be refused any more.
     config, world = run.config, run.world
     world.progress.enter(Phase.LOADING)
     states = model, owned, host, optimizer = build_states(config, model_config, world)
@@ -72,7 +73,7 @@ def build_train_context(
     policy = reshard.choose_reshard_policy(
         model, n_bytes, saved, world, prediction["kept_groups"][world.stage]
     )
-    set_seed((config.run.seed + world.rank) % 2**32)
+    set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
     is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
@@ -100,7 +101,7 @@ def build_train_context(
         metrics=metrics,
         expert_balance=expert_balance,
         observers=[
-            Stragglers(model, metrics, world),  # first: all ranks meet in it
+            Stragglers(model, metrics, world),  # first, because all ranks meet in it
             StepLog(metrics, whole, schedule.total_steps, device_peak, world.size, saver),
             LossSpikes(run.config),
             expert_balance,
@@ -119,7 +120,7 @@ def build_train_context(
 
 
 class States(NamedTuple):
-    """A sharded model, the parameters that this rank updates, and what updates them."""
+    """A sharded model, the parameters that this rank updates, and their optimizer."""
 
     model: PreTrainedModel
     owned: OwnedParameters
@@ -145,6 +146,8 @@ def load_states(states: States, run: Run) -> None:
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, seed, run.directory, world)
         if host:
+            # A checkpoint has masters. The device's rounded weights follow from them, first this
+            # rank's parts, then the parts of other replicas.
             host.round_masters()
             owned.gather()
     checkpoint.clear_leftovers(run.directory, resumed, world)
@@ -153,10 +156,9 @@ def load_states(states: States, run: Run) -> None:
 
 
 def take_over_metrics(run: Run) -> None:
-    """Bring metrics.jsonl to node 0's disk from the one that was node 0's when the run was saved.
-
-    Nodes with disks of their own may have come back in another order.
-    """
+    """Bring metrics.jsonl to node 0's disk from the disk that was node 0's before the resume."""
+    # Nodes with disks of their own may come back in another order. The disk whose file has the
+    # newest line of the resumed step was node 0's, since rank 0 alone writes the file.
     resumed, world, file = run.resumed, run.world, run.metrics_file
     if resumed is None or run.directory.is_shared:
         return
@@ -166,7 +168,7 @@ def take_over_metrics(run: Run) -> None:
     last = max((e.get("time", "") for e, _ in kept if e["step"] == resumed.step), default="")
     lines = bytearray().join(line for _, line in kept)
     per_rank = world.all_gather_json([last, world.node_name, begins, len(lines)])
-    last, node, begins, size = max(per_rank, key=itemgetter(0))  # the first one, if all are alike
+    last, node, begins, size = max(per_rank, key=itemgetter(0))  # the first of equal ranks
     source = per_rank.index([last, node, begins, size])
     if source == 0:
         return
@@ -195,24 +197,24 @@ def open_best(
         return None
     best = Best(run.directory, run.config, model, optimizer, whole, assets, run.world)
     if run.resumed and (kept := best.resume(run.resumed)):
-        metrics.write(kept)  # as the line that the resume has dropped
+        metrics.write(kept)  # in place of the line that the resume has dropped
     return best
 
 
 def prepare_forward(
     model: PreTrainedModel, config: Config, data: PreparedData, tiles: int, world: World
 ) -> bool:
-    """Choose how the model attends and makes logits, and compile it as model.compile says.
+    """Choose how the model attends and makes logits, compile it, and return if rows are flat.
 
-    Return whether a batch is one row without padding. `tiles`: in how many parts experts and MLPs
-    run.
+    `tiles`: the number of parts of a row on which experts and MLPs run.
     """
+    # Compilation comes last: it compiles the forwards that the steps before have chosen.
     if tiles > 1:
         tile_layers(model, tiles)
         logger.info(f"Tiles: experts and MLPs run on a row's tokens in {tiles} parts, as planned")
     with step_fits(world.layout):
         is_flat = choose_attention(model, data.longest, world)
-    # Rank 0 speaks for the run, and only the last stage has a head.
+    # Only the last stage has a head, and only rank 0 logs.
     whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
     if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")

@@ -24,15 +24,15 @@ from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 class Prediction(TypedDict):
     """A plan's figures and verdict, JSON-able: rank 0 gets them from its planning process."""
 
-    # Peak of the fullest rank. On a GPU that of its tensors; on a CPU that of the process, less the
-    # memory that it holds before the weights.
+    # The peak of the fullest rank: on a GPU of its tensors; on a CPU of its process, less the
+    # memory that the process holds before the weights.
     peak_bytes: int
     source: str  # "simulated step" or "bound from shapes"
     fits: bool
     verdict: str
     remedies: list[str]  # that would let it fit, the best first
     step_s: float | None  # the least time of a step, None if it is not known
-    bound_by: str | None  # what takes that time
+    bound_by: str | None  # the part of the machine that takes that time
     kept_groups: list[int]  # of each stage, see `choose_reshard_policy`
     tiles: int  # see `tile_layers`
 

@@ -23,7 +23,7 @@ from shardtune.training.run import Run
 def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     """Tokenize the data, or open its cache.
 
-    Refuses broken data, and other data or another model than another node or the checkpoint has.
+    Refuses broken data, and data or a model that differ from another node's or the checkpoint's.
     """
     config, world, resumed = run.config, run.world, run.resumed
     path = config.model.path
@@ -86,7 +86,7 @@ def _describe_schedule(
     )
     tokens = schedule.sum_by_source(data.train.lengths).sum()
     fill = tokens / (rows * config.data.max_length)
-    yield (f"Rows per epoch: {rows} of up to {config.data.max_length} tokens, {fill:.1%} full")
+    yield f"Rows per epoch: {rows} of up to {config.data.max_length} tokens, {fill:.1%} full"
     if config.data.packing:
         unpacked = -(-len(schedule.first_epoch) // schedule.rows_per_step)
         yield (

@@ -26,9 +26,8 @@ from shardtune.training.run import Run
 def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) -> bool:
     """Log the perplexity over all evaluation data, then of each named set. Collective.
 
-    Step 0 is the baseline.
-
-    Return False on every rank, and log nothing, if a signal on any rank cut the evaluation short.
+    Step 0 is the baseline. Return False on every rank, and log nothing, if a signal on any rank cut
+    the evaluation short.
     """
     context.run.world.progress.enter(Phase.EVALUATING, step)
     sums: dict[str, tuple[float, int]] = {}
@@ -42,7 +41,7 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
     entries += [_entry(step, *sums[name]) | {"set": name} for name in sums if name]
     label, at_step = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
     for entry in entries:
-        # No line of a set may look like that of a step or the baseline.
+        # A set's line must not match the patterns by which others find steps and the baseline.
         what = f"Perplexity of {entry['set']}" if "set" in entry else f"{label} Perplexity"
         logger.info(
             f"{what}: {entry['perplexity']:.4f} | Loss: {entry['loss']:.4f} | "
@@ -65,10 +64,10 @@ def _nll_sum(
 ) -> torch.Tensor | None:
     """Return the negative log-likelihoods of `dataset`, summed over all ranks: a float64 scalar.
 
-    Return None on every rank if any has received a signal; they ask after each micro-batch.
+    Return None on every rank if a rank has received a signal.
     """
     config, world, model = context.run.config, context.run.world, context.model
-    # The rows are the same at every evaluation, so that the weights alone make a difference.
+    # Rows are the same at every evaluation, so that two losses differ by the weights alone.
     rows = lay_out_rows(
         dataset.lengths, config.data.max_length, config.data.packing, seed=0, epoch=0
     )
@@ -84,7 +83,8 @@ def _nll_sum(
             batch = build_batch(dataset, sequences, context.is_flat, world.share)
             nll_sum += context.stage.forward(batch.to(world.device))
             micro_batch_ended()
-            # All ranks meet here, which drains a pipeline: with stages they ask seldom.
+            # A rank that stopped alone would leave the others waiting in a collective: so all ask
+            # for signals after the same micro-batch. To ask drains a pipeline: stages ask seldom.
             asks = stop and number % (4 * world.layout.stages - 3) == 0
             if stop and asks and world.all_reduce_max(stop.received is not None)[0]:
                 context.stage.finish()
@@ -97,11 +97,11 @@ def _nll_sum(
 
 
 def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) -> int | None:
-    """Return the step whose evaluation comes before the first step, if there is one.
+    """Return the step whose evaluation must come before the first step, or None.
 
-    That is step 0, the baseline, or the step of the checkpoint where a signal cut its evaluation
-    short: it is due, and metrics.jsonl has the step and not the evaluation.
+    It is step 0 for the baseline, or the checkpoint's step if a signal cut its evaluation short.
     """
+    # Then the evaluation is due, and metrics.jsonl has the step and no evaluation.
     config, resumed = run.config.eval, run.resumed
     if not data.eval:
         return None

@@ -17,7 +17,7 @@ _micro_batches = count(1)  # of training and of evaluation
 
 @contextlib.contextmanager
 def collected_by_micro_batch() -> Iterator[None]:
-    """Leave collecting to `micro_batch_ended`, and never scan what exists now again."""
+    """Leave collecting to `micro_batch_ended`, and never scan again the objects that exist now."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -29,6 +29,6 @@ def collected_by_micro_batch() -> Iterator[None]:
 
 
 def micro_batch_ended() -> None:
-    """Collect after every fiftieth micro-batch; every rank calls it after each."""
+    """Count a micro-batch, and collect after every fiftieth. All ranks call this equally often."""
     if next(_micro_batches) % _EVERY_MICRO_BATCHES == 0:
         gc.collect()

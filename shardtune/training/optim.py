@@ -34,8 +34,7 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Build the optimizer of the sharded master weights, with weight decay for matrices alone.
 
-    Its step ends when every replica has the new weights. `host`: where its states are, if not on
-    the device.
+    `host` holds its states, if the device does not.
     """
     settings, layout, named = config.optimizer, owned.layout, owned.by_name.items()
     rule = find_rule(layout.optimizer, layout.master_dtype)
@@ -54,6 +53,7 @@ def build_optimizer(
     )
     if host:
         host.reserve(chain(*map(optimizer.state_sizes, optimizer.trained)))
+    # A step ends when every replica has the new weights.
     optimizer.register_step_post_hook(owned.gather)
     return optimizer
 
@@ -61,11 +61,11 @@ def build_optimizer(
 def compile_update(optimizer: ShardedOptimizer, config: Config, world: World) -> None:
     """Compile an update that is not fused: on GPUs always, on CPUs with model.compile=true.
 
-    Collective. Where a rank cannot, all of them update eagerly, and the log says so.
-
-    Raises:
-        RunFailed: a rank cannot, with model.compile=true.
+    Collective. If a rank cannot compile, all ranks update eagerly, or with model.compile=true all
+    raise RunFailed.
     """
+    # All ranks decide alike: a compiled update rounds otherwise, and parts of one weight must not
+    # be updated in two ways.
     is_asked_for, device = config.model.compile is True, world.device
     if optimizer.rule.is_fused or not (is_asked_for or device.type == "cuda"):
         return
@@ -87,31 +87,31 @@ def compile_update(optimizer: ShardedOptimizer, config: Config, world: World) ->
             f"model.compile=true: the optimizer cannot be compiled here ({per_rank[rank]}) - "
             "install the missing part, such as a C++ compiler on a CPU, or use model.compile=false"
         )
-    if compiling.can_compile(device):  # else it has said so
+    if compiling.can_compile(device):  # else `can_compile` has logged it
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 
 def kinds_of_run(optimizer: ShardedOptimizer, world: World) -> dict[str, str]:
-    """Return what the run computes `compiled` and what `eager`, by its name, where that decides the
-    last bits of its numbers. Collective.
+    """Return, by name, which computations of the run are `compiled` and which `eager`. Collective.
 
-    A GPU's compiled kernels round a product and a sum once, and divide less exactly. What a rank
-    runs eager counts as eager.
+    A computation that one rank runs eager counts as eager.
     """
+    # They decide the last bits of a run's numbers: compiled kernels of a GPU round a product and a
+    # sum once, and divide less exactly.
     if world.device.type != "cuda":
         return {}
-    own = dict(compiling.kinds)
+    kinds = dict(compiling.kinds)
     if not optimizer.rule.is_fused:
-        own["the update of the weights"] = "compiled" if optimizer.is_compiled else "eager"
-    per_rank = [list(kinds.items()) for kinds in world.all_gather_json(own)]
+        kinds["the update of the weights"] = "compiled" if optimizer.is_compiled else "eager"
+    per_rank = [list(each.items()) for each in world.all_gather_json(kinds)]
     return dict(sorted(chain(*per_rank), key=lambda item: item[1] == "eager"))
 
 
 def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:
     """Return the learning rate of step `step` (from 1).
 
-    It rises as step / warmup over the first ceil(warmup_ratio x total) steps. Then it falls as half
-    a cosine or a line to min_lr_ratio x peak, at the last step; with `constant` it stays at `peak`.
+    It rises in a line over the first ceil(warmup_ratio x total) steps. Then it falls as half a
+    cosine or a line to min_lr_ratio x peak, at the last step; with `constant` it stays at `peak`.
     """
     warmup = warmup_steps(total_steps, config)
     if step <= warmup:
@@ -135,13 +135,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def squared_gradients(
     parameters: Iterable[nn.Parameter], host: HostStates | None = None
 ) -> torch.Tensor:
-    """Return the sum of the squares of this rank's part of all gradients, a float64 scalar.
-
-    A CPU sums in float64, as its float32 sum of a large tensor is wrong by a percent, and in
-    pieces, as each is copied to float64. A GPU reads each gradient once: the norms of short rows
-    are summed up in float32, right to 1e-6, and their squares in float64. `host` has
-    those that have left it.
-    """
+    """Return the sum of the squares of this rank's part of all gradients, a float64 scalar."""
+    # A CPU sums in float64, as its float32 sum of a large tensor is wrong by a percent, and in
+    # pieces, as each is copied to float64. A GPU reads each gradient once: the norms of short rows
+    # are summed up in float32, right to 1e-6, and their squares in float64.
     if host:
         host.sent.finish()
     norms: list[torch.Tensor] = []
@@ -162,25 +159,19 @@ def _norms(gradient: torch.Tensor) -> list[torch.Tensor]:
 
 def clip_gradients(optimizer: ShardedOptimizer, max_norm: float, norm: float) -> None:
     """Let the next step scale all gradients by max_norm / norm if the global norm is larger."""
-    # As PyTorch computes it on the device, in float32. The host has the norm.
+    # In float32, as PyTorch computes the factor on the device.
     inverse = 1 / (np.float32(norm) + np.float32(1e-6))
     optimizer.gradient_factor = min(float(np.float32(max_norm) * inverse), 1.0)
 
 
 def require_finite(context: TrainContext, step: int, stats: StepStats) -> None:
-    """Refuse a step whose loss or gradient norm is not finite, before its update.
-
-    Collective where it refuses.
-
-    Raises:
-        RunFailed: on every rank, with the name of a tensor.
-    """
+    """Raise RunFailed, on all ranks alike, if a step's loss or gradient norm is not finite."""
     loss, norm, world = stats.loss, stats.grad_norm, context.run.world
     if math.isfinite(loss) and math.isfinite(norm):
         return
     context.metrics.write(RefusedEntry(kind="refused", step=step, loss=loss, grad_norm=norm))
-    found = first_non_finite(context.model, context.owned.by_name, context.host)
-    per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
+    broken = first_non_finite(context.model, context.owned.by_name, context.host)
+    per_rank = world.all_gather_json(broken and (broken[0], world.stage, *broken[1:]))
     # A broken weight breaks gradients everywhere, so that weights are blamed first.
     *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
@@ -196,7 +187,7 @@ def first_non_finite(
 ) -> tuple[bool, int, str] | None:
     """Return the first weight, else gradient, with a NaN or an infinity in this rank's shard.
 
-    Before its name stand whether it is a gradient, and its number, alike on all ranks of a stage.
+    Returns whether it is a gradient, its number, equal on all ranks of a stage, and its name.
     """
     if host:
         host.wait()

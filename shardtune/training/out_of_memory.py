@@ -11,15 +11,11 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import OutOfMemory, first_line
 from shardtune.optimizers.rules import smaller_rules
 
-_LONG_ROW = 1 << 14  # tokens; a shorter one leaves a rank's kernels few
+_LONG_ROW = 1 << 14  # tokens; kernels on a share of a shorter row are too small to be fast
 
 
 def step_fits(layout: Layout) -> AbstractContextManager[None]:
-    """Name the keys that need less memory if a step or an evaluation runs out of it.
-
-    Raises:
-        OutOfMemory: in place of the allocator's error.
-    """
+    """Raise OutOfMemory, with keys that save memory, if a step or an evaluation runs out of it."""
     rows, length = layout.micro_batch_size, layout.max_length
     keys = []
     if not layout.keeps_inputs_alone:
@@ -44,11 +40,7 @@ def step_fits(layout: Layout) -> AbstractContextManager[None]:
 
 
 def weights_fit(layout: Layout) -> AbstractContextManager[None]:
-    """Name what helps if the weights, or the optimizer's state of them, run out of memory.
-
-    Raises:
-        OutOfMemory: in place of the allocator's error.
-    """
+    """Raise OutOfMemory, with remedies, if the weights or the optimizer's state do not fit."""
     may_offload = layout.is_gpu and not (layout.is_lora or layout.offloads)
     offload = "set optimizer.offload=true, " * may_offload
     return _explain_out_of_memory(
@@ -59,7 +51,7 @@ def weights_fit(layout: Layout) -> AbstractContextManager[None]:
 
 
 def _smaller_state(layout: Layout) -> list[str]:
-    """Return the settings, of those not made yet, with which the state takes less."""
+    """Return the settings that the run does not have and with which its state takes less."""
     if layout.is_lora:
         return []
     return [

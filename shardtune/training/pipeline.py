@@ -1,8 +1,8 @@
-"""The forwards and backwards of this rank's layers, and what they hand on to other stages.
+"""The forwards and backwards of this rank's layers, and the tensors that travel between stages.
 
 Stages work on different micro-batches at the same time, one forward and one backward each in turn
-(1F1B, arXiv 2006.09503). A stage begins as many forwards ahead as there are stages behind it. Only
-hidden states travel, and their gradients back. A run without stages is a single one.
+(1F1B, arXiv 2006.09503). A stage is as many forwards ahead as there are stages behind it. Hidden
+states travel to the next stage, and their gradients back. A run without stages is one stage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stage:
         self._dtype = DTYPES[world.layout.compute_dtype]
         self._heads = heads_between(world)
         self._before, self._behind = world.meshes.before, world.meshes.behind
-        # Received hidden states and output of each micro-batch whose backward is to come.
+        # Received hidden states and output of each micro-batch whose backward has not come yet.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
         self._to_come = deque[tuple[Batch, bool]]()  # passes: a forward or not
         self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
@@ -48,11 +48,9 @@ class Stage:
             self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
 
     def passes(self, micro_batches: Sequence[Batch]) -> Iterable[tuple[Batch, range]]:
-        """Return each micro-batch, for its forward, with the numbers of the backwards behind it.
-
-        Without stages that is its own number. A stage is as many forwards ahead of its backwards as
-        stages are behind it: none follows its first forwards, and several follow its last one.
-        """
+        """Return each micro-batch, for its forward, with the numbers of the backwards behind it."""
+        # Without stages a forward is followed by its own backward. A stage is ahead of the stages
+        # behind it: no backward follows its first forwards, and several follow its last one.
         ahead, last = self._world.layout.stages - 1 - self._world.stage, len(micro_batches) - 1
         # Backward n - ahead follows forward n; all that are left then follow the last forward.
         due = [range(max(0, n - ahead), n + 1 - (n < last) * ahead) for n in range(last + 1)]
@@ -70,6 +68,8 @@ class Stage:
         received = None
         if self._before and not self._arriving:  # an evaluation has no `passes`
             self._expect(batch, is_forward=True)
+        # The tensor of the next pass travels while this pass computes. Receives must begin in the
+        # order in which the other stage sends.
         self._expect_next()
         if self._before:
             received = self._receive()
@@ -91,33 +91,34 @@ class Stage:
         """Add the gradients of the oldest micro-batch in flight, `batch`, times `scale`."""
         self._expect_next()
         received, output = self._in_flight.popleft()
-        with documents.of(batch, self._heads):  # for what is computed again
+        with documents.of(batch, self._heads):  # for layers that are computed again
             if self._behind:
                 output.backward(self._receive())
             else:
-                # The last stage alone scales: other stages receive scaled gradients.
+                # Only the last stage scales: other stages receive scaled gradients.
                 (output * scale).backward()
         if self._before:
             assert received is not None and received.grad is not None
             self._send(received.grad, self._before, self._before.backward)
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived, and sum the gradients of a tied weight."""
+        """Wait until all sent tensors have arrived, and sum the gradients of a tied weight."""
         with self._world.progress.waiting(), self._world.progress.message():
             while self._sent:
                 self._sent.popleft()[0].wait()
         weight = self._shared_weight
-        # Embedding and head are one weight that two stages hold: both update it by the same sum.
+        # Two stages hold a weight that embedding and head share: both update it by the same sum.
+        # Both directions are one batch: a send that waits for its receive would block the other.
         if weight is not None and weight.grad is not None:
-            own = to_local(weight.grad)
-            other = torch.empty_like(own)
-            sides = [(dist.isend, own), (dist.irecv, other)]
+            gradient = to_local(weight.grad)
+            received = torch.empty_like(gradient)
+            sides = [(dist.isend, gradient), (dist.irecv, received)]
             with self._world.progress.waiting(), self._world.progress.message():
                 for work in dist.batch_isend_irecv(
                     [dist.P2POp(side, tensor, self._other_owner) for side, tensor in sides]
                 ):
                     work.wait()
-            own += other
+            gradient += received
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that this rank updates, each in one stage only."""
@@ -154,7 +155,8 @@ class Stage:
             while self._sent and self._sent[0][0].is_completed():
                 self._sent.popleft()
         elif len(self._sent) > _MOST_SENT:
-            # Nothing comes back that would keep a stage from running ahead. All ranks of a stage
-            # wait as often, by which a stuck one is found.
+            # In an evaluation no gradient comes back for which a stage waits: without this wait it
+            # would run ahead without a bound. All ranks of a stage wait equally often, so that the
+            # count of waits shows a stuck rank.
             with self._world.progress.waiting(), self._world.progress.message():
                 self._sent.popleft()[0].wait()

@@ -1,4 +1,4 @@
-"""A thread that makes the batches of the coming steps and moves them to the device."""
+"""Make the batches of the coming steps in a thread, and move them to the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ StepBatches = tuple[Step, list[Batch]]
 
 
 def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]:
-    """Make each step that is left, with this rank's micro-batches on `world.device`.
-
-    The thread is at most two steps ahead of the loop, and ends with the process at the latest. Its
-    exception is raised, with its traceback, where the loop takes the next step.
-    """
+    """Yield each step that is left, with this rank's micro-batches on `world.device`."""
+    # The thread is at most two steps ahead, since its batches take memory. Its exception is raised,
+    # with its traceback, where the loop takes the next step. The thread ends with the process.
     queue: Queue[StepBatches | BaseException] = Queue(maxsize=1)  # and the thread holds one more
     world, rows = context.run.world, context.run.world.layout.micro_batch_size
     cost, dataset = context.row_cost, schedule.dataset
@@ -38,12 +36,12 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
                     for sequences in shares
                 ]
                 queue.put((step, batches))
-        except BaseException as error:  # a thread that ends without a word would hang the loop
+        except BaseException as error:  # without this the loop would wait for ever
             queue.put(error)
 
     thread = threading.Thread(target=make_batches, name="prefetch", daemon=True)
     thread.start()
-    # By number: the loop says which step it waits for before the thread has made it.
+    # By number, since the progress must name the awaited step before the thread has made it.
     for number in range(schedule.start.step + 1, schedule.total_steps + 1):
         world.progress.enter(Phase.DATA, number)
         with world.progress.working_in(thread):

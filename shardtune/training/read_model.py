@@ -1,4 +1,4 @@
-"""Read the files of a model, but its weights, and refuse a model that cannot be trained."""
+"""Read the files of a model beside its weights, and refuse a model that cannot be trained."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from shardtune.training.run import Run
 def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     """Read the model's configuration, fetch its weights, and read the files beside them.
 
-    No weight is read. Refuses a model that cannot be trained as configured, before its weights are
-    fetched, or exported, data that is missing, and two revisions of the model.
+    Refuses a model that cannot be trained or exported, missing data, and two revisions of a model.
     """
+    # All checks that need no weights come before the weights are fetched, which takes long.
     config, world = run.config, run.world
     world.progress.enter(Phase.PREPARING_DATA)
     with weights_fit(world.layout):
@@ -60,7 +60,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
             "models - put the file itself there if it belongs to the model"
         )
     if config.model.init == "pretrained":
-        # Every disk has a copy, and they must be alike.
+        # Nodes may have disks of their own, whose copies of the model must be equal.
         source = world.on_rank0(lambda: list_source(config.model.path))
         if run.world.layout.is_lora:
             source["weights"] = _identify_frozen(run)
@@ -90,9 +90,9 @@ def _folder_of(path: str) -> Path:
 
 
 def _identify_frozen(run: Run) -> str:
-    """Return the digest of the weights that adapters leave as they are.
+    """Return the digest of the frozen weights.
 
-    Refuses other weights than another node or the checkpoint has.
+    Refuses weights that differ from another node's or from the checkpoint's.
     """
     world, path = run.world, run.config.model.path
     digest = world.on_local_rank0(lambda: weights_digest(_folder_of(path)))

@@ -1,4 +1,4 @@
-"""A run: its configuration, its processes, its directory and where it begins."""
+"""Open a run, and make the state that its checkpoints hold beside tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run:
     world: World
     directory: RunDir
     resumed: Checkpoint | None
-    date: datetime.date  # of its first start, for chat templates that print it
+    date: datetime.date  # of the run's first start, for chat templates that print it
 
     @property
     def resumed_step(self) -> int | None:
@@ -45,8 +45,8 @@ class Run:
 def open_run(config: Config, world: World) -> Run:
     """Lock the run's directory, and choose the checkpoint to resume from.
 
-    Refuses a node with another configuration than node 0, a directory in use, and a setting that
-    must not change.
+    Refuses nodes whose configurations differ, a directory in use, and a setting that a resume must
+    not change.
     """
     world.require_same(shared_settings(config), "start every node with the same configuration")
     directory = open_run_dir(Path(config.run.dir), world)
@@ -60,7 +60,7 @@ def open_run(config: Config, world: World) -> Run:
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
-    """Return the resumed run's decision, or None where it had other ranks or another mesh."""
+    """Return the resumed run's policy, or None if its number of ranks or its mesh was another."""
     resumed = run.resumed
     if resumed is None or resumed.world_size != run.world.size:
         return None
@@ -84,5 +84,5 @@ def state_of_run(
         "config": to_dict(run.config),
         "model": resume_rules.model_settings(model_config),
         **({"weights": frozen} if frozen else {}),
-        "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
+        "residency": list(vars(reshard).values()),  # older checkpoints have this key
     }

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""Log what a run is before its first step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from shardtune.training.run import Run
 from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 
-# Of each stage: from here on the bubble hardly counts (GPipe, arXiv 1811.06965).
+# For each stage: with as many the bubble hardly counts (GPipe, arXiv 1811.06965).
 _ENOUGH_MICRO_BATCHES = 4
 
 
 def start_logging(config: Config, world: World) -> None:
-    """Log the `Training Configuration:` block, what GPUs have in use before the run has allocated
-    anything, and every setting that has no effect."""
+    """Log the `Training Configuration:` block, the memory that GPUs use before the run allocates
+    any, and settings without effect."""
     setup_logging(world.is_main, world.is_node_main)
     quiet_libraries(world.is_main)
     node_logger.info(describe(world))
@@ -52,7 +52,7 @@ def start_logging(config: Config, world: World) -> None:
 
 
 def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: Cost) -> StartEntry:
-    """Return the start for `metrics.jsonl`: what the run begins from, with what, and how far."""
+    """Return the object of kind `start` for `metrics.jsonl`."""
     config, world, resumed = run.config, run.world, run.resumed
     changes = resume_rules.changes_since(resumed, config, world) if resumed else []
     return StartEntry(
@@ -76,9 +76,9 @@ def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: C
 
 
 def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: World) -> None:
-    """Log which weights are trained, by which stages, and the memory that the fullest rank needs.
+    """Log which weights are trained, by which stages, and the fullest rank's memory. Collective.
 
-    Collective. `whole`: the model of all stages. `state`: that of this rank.
+    `whole`: the model of all stages. `state`: the bytes of this rank's state.
     """
     for line in describe_adapters(whole, config.lora) if world.layout.is_lora else ():
         logger.info(line)
