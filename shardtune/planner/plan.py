@@ -41,12 +41,12 @@ class Plan(Estimate):
 
     @property
     def host_holds_copies(self) -> bool:
-        """Whether a node's own memory also holds the copies of an asynchronous save."""
+        """Return whether host memory also holds the copies of an asynchronous save."""
         return self.pinned_bytes + self.storage.staging_bytes <= self.machine.host_bytes
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether the run certainly does not fit, which a high bound does not prove."""
+        """Return whether the run certainly does not fit, which a high bound does not prove."""
         # A bound has no allowance for the device here: it is an assumption, and would refuse
         # small models on small GPUs.
         least = self.states.total if self.reason else self.peak_bytes

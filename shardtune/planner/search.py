@@ -224,7 +224,7 @@ class Search:
 
     @cached_property
     def _is_shareable(self) -> bool:
-        """Whether layers attend without a mask, as ranks that share rows must."""
+        """Return whether layers attend without a mask, as ranks that share rows must."""
         return self._accepts(require_documents_apart, replace(self.plan.layout, context=2))
 
     @cached_property

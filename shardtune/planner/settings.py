@@ -18,7 +18,7 @@ Setting = tuple[dict[str, Any], str]  # values of keys, and their price
 
 
 def settings(same: list[list[Setting]], less: list[Setting]) -> Iterator[list[Setting]]:
-    """Yield groups of settings: first none, then ever more of `same`, and last those of `less`."""
+    """Yield groups of settings: none, then ever more of `same`, and then also some of `less`."""
     for n_less, n_same in product(range(len(less) + 1), range(len(same) + 1)):
         yield [
             together([*others, *chosen])

@@ -19,7 +19,7 @@ _UNITS = {
 }
 _UNITS["time"]["days of training"] = 86400.0
 _SMOOTHED_FROM = 100  # steps
-PHASE_NAMES = {"waiting": "waiting in collectives"}  # beside those of `Phase`
+PHASE_NAMES = {"waiting": "waiting in collectives"}  # other phases have the names of `Phase`
 
 
 @dataclass(frozen=True)

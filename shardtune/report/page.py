@@ -80,6 +80,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         **tables,
     )
     temporary = out.with_name(f".{out.name}.tmp")
+    # A reader never sees half a page.
     temporary.write_text(html, encoding="utf-8")
     temporary.replace(out)
     return notes

@@ -36,9 +36,9 @@ _NEEDED = (*_ROW_FIELDS, "epoch", "row", "date", "data_key")
 
 @dataclass(frozen=True)
 class Division:
-    """How a start of a run divides the rows of its steps, and where it begins.
+    """The division of rows since one start of a run, and where that start begins.
 
-    `words`: names the start. `key`: the digest of the run's data; None without a run.
+    `words`: describes the start. `key`: the digest of the run's data; None without a run.
     """
 
     words: str
@@ -142,7 +142,8 @@ def _division_of(config: Config, number: int) -> Division:
             None,
         )
     _require_same_order(config, directory / "config.yaml")
-    start: Entry = [each for each in starts if each["step"] < number][-1]
+    # A resume may change the division: the last start before the step counts.
+    start: Entry = [entry for entry in starts if entry["step"] < number][-1]
     if number > start["total_steps"]:
         raise UserError(
             f"{directory} ends with step {start['total_steps']}, so that it has no step {number} - "
@@ -192,7 +193,7 @@ def _find_step(config: Config, prepared: PreparedData, division: Division, numbe
         start=division.begin,
         weights=source_weights(config.data),
     )
-    step = next((each for each in schedule.steps() if each.number == number), None)
+    step = next((step for step in schedule.steps() if step.number == number), None)
     if step is None:
         raise UserError(
             f"--step {number}: one data rank would take {schedule.total_steps} steps - name one of "

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Show the run until Ctrl-C; elsewhere than on a terminal, show it once.
+    """Show the run until Ctrl-C, or once if the output is not a terminal.
 
     Raises:
         UserError: there is no run.

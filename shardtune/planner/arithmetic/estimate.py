@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def host_fits(self) -> bool:
-        """Whether a node has the memory, beside its GPUs', that the run holds."""
+        """Return whether a node's host memory holds what the run pins there."""
         return self.pinned_bytes <= self.machine.host_bytes
 
     @property

@@ -86,7 +86,7 @@ def plan_storage(
 def join_storage(stages: Sequence[Storage]) -> Storage:
     """Add up the disk bytes of stages, and take the largest of their host bytes.
 
-    Each stage counts host bytes as if it had all ranks of a node, so stages on one node do not add.
+    Each stage counts host bytes as if it had all ranks of a node, so their sum would be too much.
     """
     whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
     most = {

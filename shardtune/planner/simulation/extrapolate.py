@@ -91,8 +91,8 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
         # Whole periods are left out, so that a shallow model ends as the whole one does: with
         # d m m m m and a period of 1, `first` begins at 1 layer, d.
         first = n - (n - start) // period * period
-        # Layers of the first half have their number from the front as their place, and those of the
-        # second half from the end. One place must be one kind of layer in both models: `start`
+        # A layer's place is its number from the front in the first half of the layers, and from the
+        # end in the second half. One place must be one kind of layer in both models: `start`
         # layers fit into the first half, and one more that repeats stands before the second half,
         # since a layer's peak depends on the neighbour that prefetches it.
         while first < max(_FEWEST_LAYERS, 2 * start + 2 * (start > 0)):

@@ -125,7 +125,7 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
 
 
 def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
-    """Simulate an evaluation, and a step of three micro-batches, or one more than stages.
+    """Simulate an evaluation, and a step of three micro-batches, or of one more than stages.
 
     The first micro-batch finds no gradients, the second does, and the last reduces gradients that
     were kept. Further ones are like the second. A pipeline needs one more than it has in flight.
