@@ -66,7 +66,7 @@ def variants(options: Namespace) -> Iterable[tuple[str, ...]]:
 
 
 def measure(options: Namespace, family: str) -> dict[str, Any]:
-    """Run each side over a limited cable, long and short: the difference is the counted steps."""
+    """Run each side over a limited cable twice: the longer run's further steps count."""
     quiet_libraries(is_main=False)
     model = options.work / f"cable-{family}"
     parameters = write_model(family, model)
@@ -86,6 +86,7 @@ def measure(options: Namespace, family: str) -> dict[str, Any]:
             continue
         (side, most), (_, fewer) = runs
         assert side
+        # Setting up and the first steps cost both runs the same bytes.
         received = max((a - b) / options.steps for a, b in zip(most, fewer, strict=True))
         rows[name] = {"seconds": _last_seconds(side), "losses": side.losses, "bytes": received}
         if name in _MESHES:

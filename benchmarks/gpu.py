@@ -4,7 +4,7 @@ writes benchmarks/GPU.md.
 All of the chats are one optimizer step, all sides begin with the same weights, drawn once, and
 losses must be equal at every step. With random weights nearly all logits are alike at first, and
 equal losses would say little. So the learning rate moves the loss by far more than the tolerance;
-where it does not, there is no figure. Where float32 weights, gradients and moments (16 bytes a
+if it does not, there is no figure. If float32 weights, gradients and moments (16 bytes a
 parameter) do not fit the GPU, the model has fewer layers, and the table says how many. A model with
 experts is refused where no layer with experts fits. `--tiny` shows on a CPU that all of it runs.
 """
@@ -101,7 +101,7 @@ class TooLarge(Exception):
 
 
 def write_model(options: Namespace, shape: str) -> tuple[Path, str]:
-    """Write a model directory with random weights and a tokenizer; return it and its layers.
+    """Write a model of random weights and a tokenizer; return its folder and layers, in words.
 
     Raises:
         TooLarge: the GPU has no room for one layer, or for the first layer with experts.
@@ -121,6 +121,7 @@ def write_model(options: Namespace, shape: str) -> tuple[Path, str]:
     folder: Path = options.work / shape.replace(",", "").replace(" ", "-")
     ends = {"pad_token_id": 2, "eos_token_id": 2}
     config = AutoConfig.for_model(part.model_type, **part.settings, **ends)
+    # Weights are drawn once, on the GPU: all sides must begin with the same.
     torch.manual_seed(1234)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)

@@ -205,6 +205,7 @@ def measure(options: Namespace) -> StepCount:
         )
         for n in lengths
     )
+    # The two depths differ by whole layers alone; head and update are in both.
     period = lengths[1] - lengths[0]
     further = {part: long[part].plus(short[part], -1).times(1 / period) for part in long}
     left = len(kinds) - lengths[1]

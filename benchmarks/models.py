@@ -242,6 +242,7 @@ def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
         loss.backward()
     computed = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+    # A parameter may have a gradient on one side alone; without one it counts as 0.
     differences = (
         computed.get(n, torch.zeros(())) - gradients.get(n, torch.zeros(()))
         for n in gradients.keys() | computed.keys()

@@ -48,6 +48,7 @@ def measure(options: Namespace, dtype: str, mix: str) -> dict[str, Any]:
     runs: dict[str, list[Side]] = {name: [] for name in options.sides}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in options.sides}
     for turn, name in in_turns(options.sides, options.rounds):
+        # Other work of the machine changes the core's rate, so it is measured around each run.
         before = matmul_rate(core, dtype)
         run_dir = options.work / f"one-{dtype}-{chats.stem}-{name}-{turn}"
         if done := job.run(name, run_dir, options.peers, ways="cpu_seconds", cores=core):

@@ -1,1 +1,1 @@
-"""What one GPU can show of this project: `make gpu-check`."""
+"""Check this project on one GPU: `make gpu-check`."""

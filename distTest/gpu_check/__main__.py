@@ -2,10 +2,10 @@
 
 python -m distTest.gpu_check [--more] [--limit-s 3000] [--only NAME ...] [--out DIR]
 
-It makes as many checks as nine minutes hold; `--more` leaves the first ones out. It takes the
-Python that runs it, of any age: this file needs the standard library alone. A check
-whose PyTorch is too old or whose peer is absent is skipped by name, and one that crashes is a
-failure by name; the others go on. Ends with 1 where a check failed.
+It makes the checks that fit into nine minutes; `--more` leaves the first ones out. This file needs
+the standard library alone, so an old Python can run it. A check is skipped by name if its PyTorch
+is too old or its peer is absent. A check that crashes is a failure by name, and the next ones go
+on. Ends with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     if not check.takes_all_gpus:
         more["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
     started, timeout_s = time.monotonic(), min(left_s, 60 + 3 * check.seconds)
+    # A session of its own, so that `end_all_of` finds the processes that the check starts.
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command,

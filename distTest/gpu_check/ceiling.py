@@ -21,7 +21,7 @@ from distTest.gpu_check.device import seconds
 from distTest.gpu_check.glm import slice_for
 from shardtune.model.flops import count_flops, published_peak
 
-_LENGTH = 4096  # of a row, one document
+_LENGTH = 4096  # tokens of a row, which is one document
 
 
 @dataclass
@@ -57,6 +57,7 @@ def ceiling() -> Outcome:
     for kind, count in counts.items():
         work = _KINDS[kind](shape, length)
         both = seconds(work.forward_and_backward, times)
+        # Full checkpointing runs each layer's forward again, but not the head's.
         again = 0.0 if kind == "head" else seconds(work.forward, times)
         ms |= {kind: 1e3 * both, f"{kind}, forward": 1e3 * again}
         once, computed_again = once + count * both, computed_again + count * again

@@ -1,4 +1,4 @@
-"""The process of one check: python -m distTest.gpu_check.check_process NAME RESULT.json."""
+"""Run one check: python -m distTest.gpu_check.check_process NAME RESULT.json."""
 
 from __future__ import annotations
 

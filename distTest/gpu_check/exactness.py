@@ -186,6 +186,7 @@ def loss_head() -> Outcome:
     targets = torch.randint(vocabulary, (tokens,)).cuda()
     everything = torch.arange(tokens, device="cuda")
     ends = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    # As `use_loss_head` does to a model's head, here without a model.
     head.__class__, head.is_last, head.device_type = LossHead, True, "cuda"
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
     head.batch = Batch(ids, None, None, everything, targets, [tokens], ends)

@@ -74,6 +74,7 @@ def plan_job(part: Slice, *more: str) -> Job:
     ]
     config = load_config(Path(os.devnull), assignments, {})
     model_config = read_model_config(config.model, config.data.max_length)
+    # The rates are made up: memory alone is compared.
     plan = make_plan(config, model_config, Machine(1, 1, total, 1e9, 1e9, 1e15))
     if plan.reason:
         raise Failed(f"the plan is a bound only: {plan.reason}")

@@ -62,7 +62,7 @@ def train(
     folder = work_folder() / name
     settings: dict[str, Any] = {"run.dir": folder, "model.compile": "false"}
     settings |= dict(assignment.split("=", 1) for assignment in assignments)
-    if not saves:
+    if not saves:  # `unsaved` ends the run before its first checkpoint
         settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
         ways = [*ways, "unsaved"]
     more = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}

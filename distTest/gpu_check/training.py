@@ -62,7 +62,7 @@ def losses() -> Outcome:
 
 
 def two_gpus() -> Outcome:
-    """Compare losses of experts, replicas and stages on two GPUs with those of one."""
+    """Compare losses of experts, replicas and stages on two GPUs with the losses on one."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs 2 GPUs, and PyTorch sees {torch.cuda.device_count()}")
     settings = _settings("glm4_moe", 128 if is_tiny() else 512, "train.max_steps=6", _FAST)
@@ -91,7 +91,7 @@ class _Compared:
         self._figures = dict[str, Any]()
 
     def add(self, name: str, dtype: str, losses: dict[str, list[float]]) -> None:
-        """Compare the losses of a run with those of its reference, which come second."""
+        """Compare the first losses, of a run, with the second, of its reference."""
         (here, there), tolerance = losses.values(), _TOLERANCE[dtype]
         apart = max(abs(a / b - 1) for a, b in zip(here, there, strict=True))
         moved = abs(there[-1] / there[0] - 1)

@@ -1,5 +1,5 @@
-"""Run a command as the four ranks of two nodes, network namespaces of this machine, and count the
-bytes that their cable carries.
+"""Run a command as four ranks of two nodes, which are network namespaces, and count the bytes of
+their cable.
 
 python -m distTest.workloads.cable OUT.json BITS_PER_S PYTHON [arguments]
 
@@ -27,7 +27,7 @@ PORT = 29600
 
 
 def over_cable(out: Path, bits_per_s: int) -> list[str]:
-    """Return the words that run a command of one process so, if they stand before it."""
+    """Return a prefix that runs a command of one process as these ranks."""
     return [sys.executable, "-m", "distTest.workloads.cable", str(out), str(bits_per_s)]
 
 

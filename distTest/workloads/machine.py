@@ -11,7 +11,7 @@ from typing import Any
 
 from distTest.workloads.script import REPOSITORY
 
-# If these files have changes, results are not those of a commit.
+# Uncommitted changes of these files make a result differ from its commit's.
 _SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
 
 

@@ -38,9 +38,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The settings of a shape's first layers, of `whole` layers.
+    """The first layers of a shape.
 
-    `parameters` count embedding and head, too. `dense`: the layers before those with experts.
+    `parameters` count embedding and head, too. `whole`: the layers of the shape. `dense`: the
+    layers before the first with experts.
     """
 
     model_type: str
