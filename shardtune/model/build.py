@@ -1,7 +1,7 @@
 """Build the model sharded: every rank reads or draws its own slices, never the whole model.
 
 The parameters of each decoder layer form one FSDP group. Embeddings, final norm and head stay in
-the root's group, where tied weights stay tied: in a group of its own, a tied embedding is untied at
+the root's group, where tied weights stay tied: a group of its own would untie a tied embedding at
 its first forward.
 """
 
@@ -93,7 +93,7 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build the model as `build_model` does, but without storage.
 
-    `layers`: those of this stage, if `layers_of_stages` shall not choose them.
+    `layers`: the layers of this stage; by default `layers_of_stages` chooses them.
     """
     model, distribute = _sharding(config, model_config, world, layers)
     distribute(model, DTYPES[world.layout.device_dtype])

@@ -43,15 +43,14 @@ from shardtune.model.traits import (
     top_k,
 )
 
-# The setting with the span of each layer type. Other types have no pairs, or as many as the data
-# decides.
+# The setting with the span of each layer type. Other types have no pairs, or the data decides.
 _SPANS = {
     "full_attention": "",
     "hybrid": "",  # attention beside a layer that keeps a state
     "hybrid_sliding": "sliding_window",
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
-    "indexed_attention": "index_topk",  # as many keys as a window has, wherever they are
+    "indexed_attention": "index_topk",  # counts as a window of this width, wherever its keys are
 }
 _WITHOUT_PAIRS = ("linear_attention", "conv", "moe", "mlp")
 
@@ -91,7 +90,7 @@ class ModelFlops:
     layers: Counter[tuple[float, int, bool]]
 
     def per_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
-        """Return the FLOPs of forward and backward over documents of so many tokens each."""
+        """Return the FLOPs of forward and backward over documents of these lengths, in tokens."""
         tokens = int(lengths.sum(dtype=np.int64))
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
         for (per_pair, span, is_chunked), count in self.layers.items():
@@ -101,7 +100,7 @@ class ModelFlops:
 
 
 def attended_pairs(lengths: np.ndarray, span: int, is_chunked: bool) -> int:
-    """Count the (query, key) pairs of one layer over documents of so many tokens each.
+    """Count the (query, key) pairs of one layer over documents of these lengths, in tokens.
 
     A token attends to itself and the tokens before it: to `span` tokens in all (0: to all of them),
     or to those of its own chunk of `span` tokens.
@@ -185,8 +184,7 @@ def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
 
 
 def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the parameters of embeddings and head: not every token is multiplied by
-    them."""
+    """Return the ids of the parameters of embeddings and head, which only some tokens meet."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head: Any = model.get_output_embeddings()
     return {id(p) for module in [*modules, *filter(None, [head])] for p in module.parameters()}
@@ -275,7 +273,7 @@ class MfuMeter:
             logger.info(f"MFU is left out: {device_peak}")
 
     def per_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
-        """Return the MFU, from 0 to 1, of a step over documents of so many tokens each, or None."""
+        """Return the MFU, from 0 to 1, of a step over documents of these lengths, or None."""
         if not self._flops or not self._peak:
             return None
         return self._flops.per_step(lengths, trained_tokens) / seconds / self._peak
@@ -292,7 +290,7 @@ def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.1) -> float:
     """Return this process's FLOP/s in products of 1024-wide matrices, for `seconds` at least."""
-    # Ones: drawing random numbers would change those that the run draws later.
+    # Matrices of ones: to draw random numbers here would change the run's later draws.
     a, b, product = torch.ones(3, _GEMM_SIZE, _GEMM_SIZE, dtype=dtype)
     started, count = time.perf_counter(), 0
     while True:

@@ -52,7 +52,7 @@ class Group:
                 self.send_to_host()
 
     def time(self, waiting: Callable[[], ContextDecorator]) -> None:
-        """Spend each gather and reduction, and what follows it, within `waiting`."""
+        """Count the time of each gather and reduction as `waiting`."""
         self._waiting = cast(Any, waiting)
         for name in ("unshard", "wait_for_unshard", "finalize_backward"):
             setattr(self._group, name, waiting()(getattr(self._group, name)))
@@ -117,8 +117,8 @@ def gather_ahead(model: Any, layers: Sequence[nn.Module]) -> None:
 
 def gathered_groups(model: Any) -> dict[Any, list[nn.Parameter]]:
     """Return FSDP2's groups and their parameters, in the order in which they may stay gathered."""
-    # First comes what stands around the layers, then the layers, then their spread experts, whose
-    # gathers cost least: they travel between fewer ranks.
+    # The root's parameters come first, then the layers, then their spread experts, whose gathers
+    # cost least: they travel between fewer ranks.
     groups = [model, *(each for each in model.modules() if is_sharded(each) and each is not model)]
     parameters: dict[Any, list[nn.Parameter]] = {}
     inner_parameters: set[nn.Parameter] = set()

@@ -55,11 +55,10 @@ class LoraLinear(nn.Linear):
 
 
 class LoraExperts(nn.Module):
-    """Stacked experts of transformers, with factors for each stack: mixed into the stacks' class.
+    """Adds factors to stacked experts of transformers, as a base class beside their own class."""
 
-    A stack `down_proj` has `down_proj_lora_A` (experts, rank, in) and `down_proj_lora_B`
-    (experts, out, rank).
-    """
+    # A stack `down_proj` has `down_proj_lora_A` (experts, rank, in) and `down_proj_lora_B`
+    # (experts, out, rank).
 
     lora_dropout: float
     lora_scaling: float
@@ -109,7 +108,7 @@ class Target:
 
     @property
     def factors(self) -> tuple[str, str]:
-        """The full names of A and B."""
+        """Return the full names of A and B."""
         prefix = f"{self.weight}_" if self.is_stack else f"{self.module}."
         a, b = FACTORS
         return f"{prefix}{a}", f"{prefix}{b}"
@@ -166,6 +165,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
     """
     names = (config.targets,) if isinstance(config.targets, str) else config.targets
     weights, kind = list(weights_of_layers(model)), model.config.model_type
+    # All names are checked before the refusal, which then has every problem.
     problems, chosen = [], dict[str, Target]()
     for name in names:
         meant = [target for target in weights if target.is_meant(name)]
@@ -249,13 +249,13 @@ def draw_factors(model: PreTrainedModel, seed: int) -> None:
 
 
 def delta(a: torch.Tensor, b: torch.Tensor, scaling: float, is_transposed: bool) -> torch.Tensor:
-    """Return what the factors add to their weight, in float32."""
+    """Return the product of the factors that is added to their weight, in float32."""
     product = torch.matmul(b.float(), a.float()).mul_(scaling)
     return product.transpose(-2, -1) if is_transposed else product
 
 
 def describe_adapters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return lines that say which weights have adapters, and what is trained and what frozen."""
+    """Return lines on the weights with adapters, and the numbers of trained and frozen ones."""
     parameters = list(model.named_parameters())
     trained = sum(p.numel() for _, p in parameters if p.requires_grad)
     frozen = Counter[str]()

@@ -4,8 +4,8 @@ Only the positions that predict a trained token reach the model's head. Projecti
 process them in chunks, and gradients are computed with the loss, so that no tensor of tokens x
 vocabulary exists (as in arXiv 2410.10989 and 2411.09009). On a GPU softmax, loss and gradient of a
 chunk are one compiled function, which reads the logits and leaves their gradient in place. A model
-that changes its logits after the head needs those of all trained positions at once, and a model
-whose head is not a plain linear layer those of all positions.
+that changes its logits after the head needs the logits of all trained positions at once. A model
+whose head is not a plain linear layer makes the logits of all positions.
 """
 
 from __future__ import annotations
@@ -182,8 +182,7 @@ def compile_loss(
 def _planned_add_loss(
     _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, ___: Any
 ) -> None:
-    """Stand for the compiled `_add_loss_at_once` in a plan: launch as many kernels, on as many
-    bytes."""
+    """Stand for the compiled `_add_loss_at_once` in a plan, with the same kernels and bytes."""
     chunk_logits.amax(1)
     chunk_logits.sum(1)  # of the exponentials
     if wants_gradients:

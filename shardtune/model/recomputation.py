@@ -1,4 +1,4 @@
-"""Which outputs of a layer's forward stay for the backward, and which are computed again."""
+"""Choose which outputs of a layer's forward stay for the backward; others are computed again."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _KEPT_OPERATORS = [
 # PyTorch does not notice it and makes wrong gradients.
 _CHANGED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
 
-# Spread experts have FSDP2's hooks within their layer, and the hooks label what they do for the
-# profiler, more often in recomputation than in the forward. Selective checkpointing takes each
-# operator for part of the layer, unless it is one of these, and ends such a run.
+# Spread experts have FSDP2's hooks within their layer. The hooks call these operators, labels for
+# the profiler, more often in recomputation than in the forward. Selective checkpointing would take
+# them for part of the layer, and end the run.
 SAC_IGNORED_OPS.update(
     {
         torch.ops.profiler._record_function_enter_new.default,

@@ -41,7 +41,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         ignored_params={p for p in model.parameters() if _needs_no_copy(p, world, policy)},
     )
     layers = decoder_layers(model)
-    for layer in reversed(layers):  # inner layers before those around them
+    for layer in reversed(layers):  # a layer within another one comes first
         fully(layer)
         always_give_gradients(layer)
     fully(model)
@@ -106,8 +106,8 @@ def always_give_gradients(layer: nn.Module) -> None:
     # LongCat's and Zaya's tokens may all go to experts without parameters, and DeepSeek V4
     # compresses no keys of short rows. A rank with fewer gradients than other ranks reduces less
     # than they do, and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also
-    # make gradients for parameters that have none on any rank, such as DeepSeek's indexers, and
-    # weight decay would shrink those. Spread experts always have gradients, and may be reduced
+    # make gradients for parameters that have none on any rank, such as DeepSeek's indexers, which
+    # weight decay would then shrink. Spread experts always have gradients, and may be reduced
     # before the layer.
 
     def sometimes_unused() -> Iterator[nn.Parameter]:
@@ -124,8 +124,8 @@ def always_give_gradients(layer: nn.Module) -> None:
     def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                # The gradient of the layer's input is complete after those of its experts, and
-                # before FSDP2 reduces the layer's gradients.
+                # The gradient of the layer's input is complete after the gradients of its experts,
+                # and before FSDP2 reduces the layer's gradients.
                 argument.register_hook(fill)
 
     if next(sometimes_unused(), None) is not None:

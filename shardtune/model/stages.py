@@ -59,7 +59,7 @@ class StageOutput(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
-        # The model may scale or cap what it takes for logits: in training it gets none, for speed.
+        # The model may scale or cap its logits: in training it gets an empty tensor, for speed.
         return hidden.new_empty(0) if self.training else hidden
 
     def take(self) -> torch.Tensor:
@@ -134,7 +134,7 @@ def keep_stage(
             vars(output)["weight"] = torch.empty(0, dtype=dtype)  # Mamba 2 looks at its dtype
             model.set_output_embeddings(output)
     if not is_first:
-        if hasattr(caller, "embedding_multiplier"):  # Granite would scale what was received
+        if hasattr(caller, "embedding_multiplier"):  # Granite would scale received hidden states
             caller.embedding_multiplier = 1.0
         stage_input: Any = StageInput()
         if is_tied and is_last:

@@ -1,4 +1,4 @@
-"""Settings with which an architecture cannot be trained exactly, and routers that add noise."""
+"""Refuse settings with which a model cannot be trained exactly; name routers that add noise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a model is made of, by the names and shapes that architectures of transformers have.
+"""Find the parts of a model by the names and shapes in transformers' architectures.
 
-No other file decides what is a stack of experts, how many there are, how many a token meets, which
-heads and types layers have, or what is a factor of an adapter.
+No other file decides which parameters are stacks of experts or factors of adapters, how many
+experts there are and a token meets, or which heads and types layers have.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _check_window(tried: Tried | None, window: int | None, mask: torch.Tensor | 
 
 
 def _check_options(tried: Tried | None, options: dict[str, Any]) -> None:
-    """Object to what a layer asks for beyond causal attention with windows and sinks."""
+    """Object to options of a layer beyond causal attention with windows and sinks."""
     if options.get("is_causal") is False:
         _object(tried, "attention that is not causal")
     if options.get("softcap") is not None:

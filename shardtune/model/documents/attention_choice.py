@@ -39,7 +39,7 @@ _NO_INTERFACE = "does not use transformers' attention interface"
 class Attention(NamedTuple):
     """How a model attends."""
 
-    is_flat: bool  # rows are records one behind the other, without padding
+    is_flat: bool  # a row has its records in sequence, without padding
     by_document: bool  # without a mask
     text: str  # for the log
     reason: str = ""  # why it attends under a mask
@@ -168,7 +168,7 @@ def decide_attention(
     if not packing:
         for mixer in mixers:
             restore(mixer)
-    # The rows of a packed micro-batch stand one behind the other, as one row.
+    # A packed micro-batch is one row: the batch joins its rows.
     side = layout.max_length * (layout.micro_batch_size if packing else 1)
     mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
     return Attention(packing, False, mask, reason)
@@ -202,7 +202,7 @@ def _attends_one_by_one(trial: LogitsTrial) -> bool:
 
 
 def _objection(trial: LogitsTrial) -> str:
-    """Switch the model to `document_attention`, and return what it lacks there, or ""."""
+    """Switch the model to `document_attention`, and return why it needs another one, or ""."""
     model, tried = trial.model, trial.tried
     if keeps_states_only(model):
         return ""

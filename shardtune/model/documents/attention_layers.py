@@ -38,14 +38,14 @@ class OneByOne:
         for module in self._modules:
             restore(module)
 
-    def _hide_documents(self, _: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    def _hide_documents(self, _: nn.Module, ordered: Any, named: dict[str, Any]) -> Any:
         """Let the model make the masks of a row without documents."""
         # If transformers gets a mask of tokens, it does not look for documents in the positions.
         # Tables of positions count tokens themselves, some from another number than 0.
         named = named | {"attention_mask": torch.ones_like(named["input_ids"])}
         if self._tables:
             named.pop("position_ids", None)
-        return given, named
+        return ordered, named
 
 
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:

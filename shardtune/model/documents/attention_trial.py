@@ -119,7 +119,7 @@ class LogitsTrial:
         earlier += neighbour * (vocabulary // 2)
         last = torch.arange(lengths[-1], device=device) + sum(TRIAL_LENGTHS[:-1])
         inputs = {"input_ids": torch.cat([earlier, last]) % vocabulary}
-        if len(lengths) > 1:  # alone it has the positions that the model gives it
+        if len(lengths) > 1:  # a document that is alone gets the model's own positions
             positions = [torch.arange(length, device=device) for length in lengths]
             inputs["position_ids"] = torch.cat(positions)
         slices = slice_lengths(sum(lengths), share[1]) if share[1] > 1 else None
@@ -154,7 +154,7 @@ def _beyond_rounding(
     is_float32 = alone.dtype == torch.float32
     rounding, rounding_of_shapes = (ROUNDING, ROUNDING) if is_float32 else (2e-2, 0.25)
     is_rounding = by_neighbour <= rounding and by_packing <= rounding_of_shapes and not is_reached
-    if is_rounding or not alone.isfinite().all():  # the first step refuses what is not finite
+    if is_rounding or not alone.isfinite().all():  # the first step will refuse infinite logits
         return 0.0
     return max(by_neighbour, by_packing, ROUNDING)
 

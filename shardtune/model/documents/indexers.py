@@ -53,8 +53,8 @@ def _choose_all(nothing: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return nothing
 
 
-def _give_masks(masks: Any, _: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-    return given, named | {"attention_mask": masks}
+def _give_masks(masks: Any, _: nn.Module, ordered: Any, named: dict[str, Any]) -> Any:
+    return ordered, named | {"attention_mask": masks}
 
 
 def describe_indexers(model: PreTrainedModel, longest: int) -> str | None:

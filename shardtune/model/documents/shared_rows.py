@@ -16,7 +16,7 @@ from shardtune.model.traits import numbers_of_heads
 
 
 def context_problems(model: PreTrainedModel, degree: int, max_length: int) -> Iterator[str]:
-    """Yield why so many ranks cannot share the rows of a model."""
+    """Yield why `degree` ranks cannot share the rows of a model."""
     kind, key = model.config.model_type, f"parallel.context={degree}"
     if degree == 1:
         return

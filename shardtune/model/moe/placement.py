@@ -1,4 +1,4 @@
-"""Which parameters are spread experts, and where FSDP2 cuts the others."""
+"""Tell spread experts from other parameters, and choose where FSDP2 cuts each parameter."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class ExpertExchange(EPImplementation):
         # [senders, experts], are numbers of rows.
         n_rows = len(rows)
         if n_rows == 0:
-            # A zero row, dropped again below, gives the experts a gradient and lets the backward
-            # reach the exchange, in which the other ranks wait for this one.
+            # A row of zeros, dropped again below, gives the experts a gradient and lets the
+            # backward reach the exchange, where all ranks wait for this one.
             rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
             counts = torch.zeros_like(counts)
             counts[0, 0].fill_(1)

@@ -43,9 +43,9 @@ def require_possible(config: Config, nodes: int, ranks_per_node: int) -> None:
     ranks = nodes * ranks_per_node
     layout = Layout.divided(ranks, dict(config.parallel))
     problems = layout.problems([rank // ranks_per_node for rank in range(ranks)])
-    given = _read(config.model.path)
-    if given:
-        problems += _problems(config, given, layout)
+    model_config = _read(config.model.path)
+    if model_config:
+        problems += _problems(config, model_config, layout)
     if problems:
         raise UserError(*problems)
 
@@ -65,23 +65,23 @@ def _read(path: str) -> dict[str, Any]:
         else:
             file = try_to_load_from_cache(path, "config.json")
         is_here = isinstance(file, (str, Path))
-        given = json.loads(Path(file).read_text(encoding="utf-8")) if is_here else {}
+        values = json.loads(Path(file).read_text(encoding="utf-8")) if is_here else {}
     except (OSError, ValueError) as error:
         if not folder.is_dir():  # such as a name that the hub cannot have
             return {}
         raise UserError(
             f"model.path={path}: its config.json cannot be read ({error}) - {remedy}"
         ) from error
-    if is_here and not (isinstance(given, dict) and "model_type" in given):
+    if is_here and not (isinstance(values, dict) and "model_type" in values):
         raise UserError(f"model.path={path}: its config.json has no model_type - {remedy}")
-    return given
+    return values
 
 
-def _problems(config: Config, given: Mapping[str, Any], layout: Layout) -> Iterator[str]:
+def _problems(config: Config, values: Mapping[str, Any], layout: Layout) -> Iterator[str]:
     path = config.model.path
-    inner = given.get("text_config")
-    text = {**given, **inner} if isinstance(inner, dict) else given
-    kind, settings = str(given.get("model_type")), SimpleNamespace(**text)
+    inner = values.get("text_config")
+    text = {**values, **inner} if isinstance(inner, dict) else values
+    kind, settings = str(values.get("model_type")), SimpleNamespace(**text)
     positions = traits.number(settings, "max_position_embeddings")
     experts = traits.number(settings, *traits.EXPERTS)
     layers = traits.number(settings, "num_hidden_layers")
@@ -94,7 +94,7 @@ def _problems(config: Config, given: Mapping[str, Any], layout: Layout) -> Itera
             undivided_heads(layout.context, traits.heads(settings).queries, kind),
             older_transformers(layout.expert),
             # The number of experts may have a name that `traits` does not know.
-            "" if "expert" in str(given) else without_experts(layout.expert, kind),
+            "" if "expert" in str(values) else without_experts(layout.expert, kind),
             undivided_experts(layout.expert, experts, kind),
             too_few_layers(layout.stages, layers, layout.ranks, kind),
         ],
@@ -118,7 +118,7 @@ def beyond_positions(max_length: int, positions: int, path: str) -> str:
 
 
 def undivided_heads(degree: int, heads: int, kind: str) -> str:
-    """Return why so many ranks cannot share a row of a model with these heads, or an empty text."""
+    """Return why `degree` ranks cannot share a row of a model with these heads, or ""."""
     if heads % degree == 0:
         return ""
     return (
@@ -144,7 +144,7 @@ def without_experts(degree: int, kind: str) -> str:
 
 
 def undivided_experts(degree: int, experts: int, kind: str) -> str:
-    """Return why experts cannot be spread over so many ranks, or an empty text."""
+    """Return why experts cannot be spread over `degree` ranks, or ""."""
     if experts % degree == 0:
         return ""
     return (
@@ -154,28 +154,28 @@ def undivided_experts(degree: int, experts: int, kind: str) -> str:
 
 
 def too_few_layers(stages: int, layers: int, ranks: int, kind: str) -> str:
-    """Return why a model cannot be cut into so many stages of these ranks, or an empty text."""
+    """Return why a model of `layers` cannot be cut into `stages`, or ""."""
     if not 0 < layers < stages:
         return ""
     fewer = [n for n in range(1, layers + 1) if ranks % n == 0]
     return f"parallel.stages={stages}: {kind} has {layers} layers - use parallel.stages={fewer[-1]}"
 
 
-def unread_quantisation(given: Mapping[str, Any], path: str) -> str:
+def unread_quantisation(values: Mapping[str, Any], path: str) -> str:
     """Return why quantised weights of such a config.json are not read, or an empty text."""
-    quantisation = given.get("quantization_config")
+    quantisation = values.get("quantization_config")
     if not quantisation or not isinstance(quantisation, Mapping):
         return ""
     method = str(quantisation.get("quant_method") or "")
     # Configurations by NVIDIA's tools have a `quant_algo` alone.
     named = method or quantisation.get("quant_algo") or f"a method with {', '.join(quantisation)}"
-    has_fp4 = "fp4" in (quantisation.get("expert_dtype"), given.get("expert_dtype"))
+    has_fp4 = "fp4" in (quantisation.get("expert_dtype"), values.get("expert_dtype"))
     if method in METHODS and not has_fp4:
         return ""
     details = [quantisation.get("format"), "FP4 experts" if has_fp4 else ""]
-    said = ", ".join(filter(None, details))
+    detail = ", ".join(filter(None, details))
     remedy = f"use {_BFLOAT16_COPIES.get(Path(path).name) or 'a copy of the model in bfloat16'}"
     return (
         f"model.path={path}: its weights are quantised by {named}"
-        f"{f' ({said})' if said else ''}, and block FP8, MXFP8 and MXFP4 are read - {remedy}"
+        f"{f' ({detail})' if detail else ''}, and block FP8, MXFP8 and MXFP4 are read - {remedy}"
     )

@@ -1,8 +1,8 @@
 """Load a model's files sharded: each rank reads the bytes of its own slices, and no others.
 
-transformers decides which stored tensors make which parameter, and which slices of them are this
-rank's; `StoredTensor` reads those. Parameters are read one after the other, so that a rank holds
-its share of the model and the pieces of one parameter.
+transformers decides which stored tensors make which parameter, and which slices this rank needs;
+`StoredTensor` reads the slices. Parameters are read one after the other, so that a rank holds its
+share of the model and the pieces of one parameter.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from shardtune.model.source.weight_files import stored_tensors
 from shardtune.model.traits import FACTORS
 from shardtune.units import duration, gb
 
-_PIECE_BYTES = 8 << 20  # what one thread reads at a time
+_PIECE_BYTES = 8 << 20  # one read of a thread
 _READERS = 4  # threads per rank
 _FIRST_REPORT_S, _REPORT_EVERY_S = 5, 10
 _DTYPES = DTYPES_IN_SAFETENSORS | DTYPES_OF_PARTS
 
 
 class StoredTensor:
-    """A tensor in a safetensors file, of which only the bytes of a slice are read."""
+    """Reads slices of a tensor in a safetensors file, and no other bytes."""
 
     # It stands for a slice of `safe_open`, which maps the file: a rank that needs columns would
     # read whole rows, and an error of the disk would kill the process.
@@ -359,7 +359,7 @@ def _one_parameter_at_a_time() -> Iterator[None]:
 
 
 def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
-    """Check what `from_pretrained` reports of its reading, and log what it left unread.
+    """Check the report of `from_pretrained`, and log tensors that were left unread.
 
     Raises:
         UserError: the files lack tensors of the model, or have them in another shape.

@@ -38,7 +38,7 @@ def rounded_when_read(stored: torch.dtype) -> Iterator[None]:
             return None
         local = to_local(parameter).detach()
         rounded = nn.Parameter(sharded_as(parameter, local.to(stored)))
-        vars(rounded).update(vars(parameter))  # transformers notes there what it has set
+        vars(rounded).update(vars(parameter))  # transformers' mark that the parameter is read
         keep_master(rounded, local.cpu())
         return rounded
 

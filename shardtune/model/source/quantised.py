@@ -42,7 +42,7 @@ Box = Sequence[range]
 
 
 class Sliceable(Protocol):
-    """A tensor in a file, of which a slice is read."""
+    """A tensor in a file that can be read in slices."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -141,7 +141,7 @@ def block_size(
     """Return the rows and columns of a block from two tensors' shapes; None for a single scale.
 
     Raises:
-        ValueError: the scales are not those of blocks.
+        ValueError: the scales do not fit blocks.
     """
     if math.prod(scales) == 1 and len(scales) < len(values):
         return None

@@ -45,7 +45,7 @@ def build_with_towers(model_config: PreTrainedConfig, **options: Any) -> PreTrai
     """Build the architecture on the current device. This changes `model_config`.
 
     Raises:
-        UserError: transformers has no class of it that predicts the next token of text.
+        UserError: transformers has no class that predicts text with this architecture.
     """
     model: PreTrainedModel = _class_of(model_config).from_config(model_config, **options)
     return model
@@ -88,7 +88,7 @@ def require_text(model: PreTrainedModel) -> None:
 
 
 def drop_towers(model: PreTrainedModel) -> list[str]:
-    """Remove the towers, models that see or hear, and return their names with a dot behind."""
+    """Remove the inner models that see or hear; return their names, each with a dot at its end."""
     # The layers between towers and text stay: some decoders look them up for any token.
     if model.config.get_text_config() is model.config:
         return []

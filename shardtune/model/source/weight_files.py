@@ -1,7 +1,7 @@
-"""The weights of a model in its safetensors files: which files there are, and what is in them.
+"""List the weights in a model's safetensors files, and digest them.
 
-Their digest says whether two models are the same. Nothing here imports torch, so that the agents of
-a launch can compare their nodes.
+The digest says whether two models are the same. Nothing here imports torch, so that the agents of a
+launch can compare their nodes.
 """
 
 from __future__ import annotations
