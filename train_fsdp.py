@@ -80,7 +80,7 @@ def main() -> None:
             plan.compared(context.metrics),
         ):
             last_checkpoint = train(context, pending_evaluation)
-    # All that was trained is saved: from here on a rank may end without the others.
+    # Every trained step is saved: from here on a rank may end without other ranks.
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
@@ -163,7 +163,7 @@ def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began
     for observer in context.observers:
         observer.step_ended(ended)
     resumed = context.run.resumed
-    if resumed and step.number == resumed.step + 1:  # what is compiled shows in use
+    if resumed and step.number == resumed.step + 1:  # the first use shows which parts are compiled
         resume_rules.log_kinds(resumed, optim.kinds_of_run(context.optimizer, world))
     world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
 
@@ -171,14 +171,14 @@ def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began
 def train_step(
     context: TrainContext, step: Step, micro_batches: list[Batch], stop: StopRequest
 ) -> StepStats:
-    """Take one optimizer step over the global batch, of which `micro_batches` are this rank's.
+    """Take one optimizer step over the global batch. `micro_batches`: this rank's part of it.
 
     Raises:
         RunFailed: the loss or the gradient norm is not finite; the weights are as before.
     """
     nll_sum, squared_gradients = accumulate_gradients(context, step, micro_batches)
-    # A signal reaches each rank at another time, and a rank that left alone would leave the others
-    # waiting. So the wish to stop travels with the loss, and all ranks leave after the same step.
+    # A signal reaches each rank at another time, and a rank that left alone would leave all other
+    # ranks waiting. So the wish to stop travels with the loss, and all leave after the same step.
     stats = all_gather_step_stats(
         nll_sum,
         squared_gradients,
@@ -212,7 +212,7 @@ def accumulate_gradients(
         # Without stages the backward of this batch is due, and no other. A stage of a pipeline
         # runs ahead: none is due after its first forwards, and several are due after its last.
         for number in due:
-            # The last backward of a step reduces and frees all that earlier ones have kept.
+            # The last backward of a step reduces and frees all tensors that earlier ones have kept.
             context.reshard.before_backward(model, number == len(micro_batches) - 1)
             context.stage.backward(micro_batches[number], scale)
             micro_batch_ended()

@@ -1,4 +1,4 @@
-"""Build what the steps of a run share: the model, its optimizer, the metrics and the saver."""
+"""Build the parts that the steps of a run share: model, optimizer, metrics and saver."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def build_train_context(
     device_peak: DevicePeak,
 ) -> TrainContext:
     """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
-    # The order is that of memory and of agreement. Weights and optimizer come first, since the
-    # memory that they leave free decides what stays gathered. All trials of the model run on the
-    # source's weights, before the checkpoint is loaded, so that a resume decides as the start did.
-    # Files of other runs are moved aside only when nothing can be refused any more.
+    # Weights and optimizer come first, since the memory that they leave free decides which groups
+    # stay gathered. All trials of the model run on the source's weights, before the checkpoint is
+    # loaded, so that a resume decides as the start did. Files of other runs are moved aside only
+    # when the checkpoint is loaded.
     config, world = run.config, run.world
     world.progress.enter(Phase.LOADING)
     states = model, owned, host, optimizer = build_states(config, model_config, world)
@@ -140,7 +140,7 @@ def build_states(config: Config, model_config: PretrainedConfig, world: World) -
 
 
 def load_states(states: States, run: Run) -> None:
-    """Load the checkpoint that the run resumes from, if any, and clear what other runs left."""
+    """Load the checkpoint that the run resumes from, if any, and clear files of other runs."""
     model, owned, host, optimizer = states
     resumed, seed, world = run.resumed, run.config.run.seed, run.world
     if resumed:

@@ -45,6 +45,8 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
 
     Refuses an epoch with fewer rows than the run has ranks.
     """
+    # Every rank computes the same schedule from (seed, epoch, lengths), and begins at the saved
+    # position: ranks exchange no indices.
     config, world, train = run.config, run.world, run.config.train
     state = run.resumed.state if run.resumed else vars(Position())
     schedule = Schedule(

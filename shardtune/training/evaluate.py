@@ -83,7 +83,7 @@ def _nll_sum(
             batch = build_batch(dataset, sequences, context.is_flat, world.share)
             nll_sum += context.stage.forward(batch.to(world.device))
             micro_batch_ended()
-            # A rank that stopped alone would leave the others waiting in a collective: so all ask
+            # A rank that stopped alone would leave other ranks waiting in a collective: so all ask
             # for signals after the same micro-batch. To ask drains a pipeline: stages ask seldom.
             asks = stop and number % (4 * world.layout.stages - 3) == 0
             if stop and asks and world.all_reduce_max(stop.received is not None)[0]:

@@ -1,6 +1,6 @@
 """Python's garbage collector, run at the same micro-batches on all ranks.
 
-While one rank collects, the others wait for it in their next collective.
+While one rank collects, all ranks wait for it in their next collective.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which keys to change where a rank runs out of memory."""
+"""Name the keys to change if a rank runs out of memory."""
 
 from __future__ import annotations
 

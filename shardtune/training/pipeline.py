@@ -69,7 +69,7 @@ class Stage:
         if self._before and not self._arriving:  # an evaluation has no `passes`
             self._expect(batch, is_forward=True)
         # The tensor of the next pass travels while this pass computes. Receives must begin in the
-        # order in which the other stage sends.
+        # order in which the neighbouring stage sends.
         self._expect_next()
         if self._before:
             received = self._receive()
@@ -108,7 +108,7 @@ class Stage:
                 self._sent.popleft()[0].wait()
         weight = self._shared_weight
         # Two stages hold a weight that embedding and head share: both update it by the same sum.
-        # Both directions are one batch: a send that waits for its receive would block the other.
+        # Send and receive are one batch: two stages that both send first would wait for ever.
         if weight is not None and weight.grad is not None:
             gradient = to_local(weight.grad)
             received = torch.empty_like(gradient)

@@ -27,7 +27,7 @@ from shardtune.training.run import Run
 from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 
-# For each stage: with as many the bubble hardly counts (GPipe, arXiv 1811.06965).
+# Micro-batches for each stage, with which the bubble hardly counts (GPipe, arXiv 1811.06965).
 _ENOUGH_MICRO_BATCHES = 4
 
 
@@ -80,6 +80,7 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
 
     `whole`: the model of all stages. `state`: the bytes of this rank's state.
     """
+    # All lines are of the whole model, since only rank 0 logs and it may have one of many stages.
     for line in describe_adapters(whole, config.lora) if world.layout.is_lora else ():
         logger.info(line)
     if noise := router_noise(whole):

@@ -17,7 +17,7 @@ from shardtune.metrics_schema import ProfileEntry
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepEnded, StepObserver
 
-_OPERATORS = 10  # in the table of the most expensive ones
+_OPERATORS = 10  # the most expensive operators, in the table
 _MOST_STEPS = 10  # more would fill the host's memory
 
 
@@ -57,7 +57,7 @@ class StepProfiler(StepObserver):
         activities = [ProfilerActivity.CPU]
         if self._is_gpu:
             activities.append(ProfilerActivity.CUDA)
-            # Stacks of Python alone: those of C++ would slow each allocation of a timed step.
+            # Stacks of Python alone: C++ stacks would slow each allocation of a timed step.
             torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
         self._profile = profile(activities=activities)
         self._profile.start()

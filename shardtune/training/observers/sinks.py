@@ -118,7 +118,7 @@ def scalars(entry: Entry) -> dict[str, float]:
 
 
 def _over_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the least even layer's balance, and the idle experts of all layers."""
+    """Return the numbers of the worst layer, and the number of idle experts in all layers."""
     numbers = {
         "lowest_entropy": min(layer["entropy"] for layer in layers),
         "without_tokens": sum(layer["without_tokens"] for layer in layers),

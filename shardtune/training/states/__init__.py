@@ -1,1 +1,1 @@
-"""Weights, gradients and the optimizer's state: where a rank keeps them and what it exchanges."""
+"""Keep and exchange weights, gradients and the optimizer's state."""

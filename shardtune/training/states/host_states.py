@@ -2,7 +2,7 @@
 
 A GPU keeps its slices of the weights in the compute dtype. An update brings pieces of masters,
 moments and gradients to the GPU and takes them back, so that copies both ways and kernels overlap.
-The kernels are those of a run without offload, and so are its numbers.
+Kernels and numbers equal those of a run without offload.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostStates:
     """Holds masters, moments and gradients of the parameters that this rank updates.
 
     Attributes:
-        masters: the weights of which the device keeps fewer digits.
+        masters: weights in their own dtype; the device keeps them rounded.
         sent: the gradients.
     """
 

@@ -161,5 +161,5 @@ def _rows_of(local: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def _part_rows(local: torch.Tensor, replicas: int) -> int:
-    """Return the rows of a slice's parts, of which the last ones may have fewer."""
+    """Return the rows of a slice's parts. The last parts may have fewer."""
     return -(-local.shape[0] // replicas)

@@ -52,7 +52,7 @@ class ReshardPolicy:
             group.set_reshard_after_forward(False, recurse=False)
 
     def before_backward(self, model: Any, is_last_micro_batch: bool) -> None:
-        """Tell FSDP what the coming backward keeps and reduces. The last one reduces all."""
+        """Tell FSDP which tensors the next backward keeps. The last backward reduces all."""
         # The first call decides within a replica, the second one between replicas.
         model.set_requires_gradient_sync(is_last_micro_batch or not self.keep_gradients)
         model.set_requires_all_reduce(is_last_micro_batch or not self.keep_sums)
@@ -144,7 +144,8 @@ def fixed_policy(layout: Layout) -> ReshardPolicy | None:
         return None
     # Gradients that are not kept are summed in the dtype of sharded gradients.
     is_alike = layout.reduce_dtype == "float32"
-    # Offloaded gradients take no room on the device. Else kept gradients replace the sharded ones.
+    # Offloaded gradients take no room on the device. Without offload kept gradients replace the
+    # sharded ones.
     keep_gradients = not layout.offloads if is_alike else layout.ranks > 1
     return ReshardPolicy(kept_groups=0, keep_gradients=keep_gradients)
 

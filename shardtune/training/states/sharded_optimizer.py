@@ -220,7 +220,7 @@ def places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _row_numbers(box, local.device), _column_numbers(begin, width, local.device)
 
 
-@functools.cache  # the layers' parameters have few boxes
+@functools.cache  # equal layers have equal boxes, so that the cache stays small
 def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """Return the number, in the whole tensor, of each row of a rank's box."""
     # The box has a size, a first index and the tensor's size in every dimension but the last.

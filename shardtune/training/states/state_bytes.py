@@ -51,7 +51,7 @@ def state_bytes(model: PreTrainedModel, optimizer: ShardedOptimizer, layout: Lay
     steps = 4 * len(trained)  # each parameter has the number of its step
     if not layout.offloads:
         return StateBytes(parameters, gradients, states + steps)
-    # A group's gradients leave the device while those of the next one are reduced.
+    # A group's gradients leave the device while the next group's gradients are reduced.
     groups = gathered_groups(model).values()
     largest = max(sum(to_local(p).numel() for p in g if p.requires_grad) for g in groups)
     master = DTYPES[layout.master_dtype]
