@@ -30,7 +30,7 @@ from shardtune.planner.plan import Plan
 
 RATE_BITS_PER_S = 250_000_000  # slow enough to bound a step of a small model
 SLOW_BITS_PER_S = 40_000_000
-_ROWS = 8  # of a step
+_ROWS = 8  # per step
 _UNCOUNTED = 2  # first steps, which also set things up
 _RANKS = RANKS_PER_NODE * len(ADDRESSES)
 _SHORT = "short_of_memory"

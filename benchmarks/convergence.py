@@ -32,7 +32,7 @@ from shardtune.report.read_run import read_run
 RESULTS = REPOSITORY / "benchmarks/convergence.json"
 PAGE = REPOSITORY / "benchmarks/CONVERGENCE.md"
 STEPS = 44  # as the demo takes on two ranks
-ROWS = 2  # of a step, as in the demo
+ROWS = 2  # per step, as in the demo
 _SHORT_FOLDER = REPOSITORY / "runs/convergence-short"
 SHORT = {
     "steps": 2,

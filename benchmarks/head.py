@@ -35,7 +35,7 @@ from shardtune.model.build import build_model
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.source.files import read_model_config
 
-VOCABULARY = 151552  # of GLM-4.5
+VOCABULARY = 151552  # as GLM-4.5 has
 _WIDTH = 1024
 # In float32: logit, log-probability, gradient. In bfloat16: logit and gradient.
 _NAIVE_BYTES_PER_LOGIT = 16

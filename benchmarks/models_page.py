@@ -17,7 +17,7 @@ from distTest.workloads.script import REPOSITORY
 PAGE, TABLE = REPOSITORY / "docs/models.md", REPOSITORY / "docs/models.csv"
 RESULTS = REPOSITORY / "benchmarks/models.json"
 RUNS = REPOSITORY / "benchmarks/runs.json"
-LENGTHS = (5, 1, 23, 12, 40)  # of documents in tokens; the windows of tiny models have 8
+LENGTHS = (5, 1, 23, 12, 40)  # tokens of documents; the windows of tiny models have 8
 Row = dict[str, Any]
 _MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
 _COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "experts spread"]

@@ -44,7 +44,7 @@ class Watch(TrainerCallback):
     def __init__(self) -> None:
         self.began = 0.0
         self.ends: list[float] = []
-        self.cpu_ends: list[float] = []  # of this process
+        self.cpu_ends: list[float] = []  # CPU seconds of this process
         self.losses: list[float] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -53,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--epochs", type=int, default=2, help="of a run in `epoch`")
     add("--max-length", type=int, default=2048)
     add("--head-tokens", type=int, default=8192)
-    families = ("glm", "llama")  # of the cable
+    families = ("glm", "llama")  # families of the section `cable`
     add("--families", nargs="+", choices=families, default=families)
 
 

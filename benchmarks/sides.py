@@ -26,7 +26,7 @@ _MOVES = 10
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 # Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
 LR = 3e-4
-_TIMEOUT_S = 3600  # of one run
+_TIMEOUT_S = 3600  # the limit of one run
 NAMES = {
     "ours": "shardtune",
     "ours_compiled": "shardtune, `model.compile=true`",
@@ -50,16 +50,16 @@ class Side:
     """The figures of one run. Counts are of one step on all ranks."""
 
     losses: list[float]
-    first_s: float  # of the first step, which also sets things up, since the loop began
-    seconds: list[float]  # of each step but the first
+    first_s: float  # the first step, which also sets things up, from the loop's begin
+    seconds: list[float]  # each step but the first
     memory_bytes: int  # the largest of any rank
     tokens: int  # real ones
     trained_tokens: int
     computed_tokens: int  # padding included
     head_rows: int | None = None  # where they were counted
     attention: str = ""
-    data_share: float | None = None  # of `seconds`, on the rank that waited most for batches
-    cpu_seconds: list[float] = field(default_factory=list)  # of the process, in these steps
+    data_share: float | None = None  # the share of `seconds` waited for batches
+    cpu_seconds: list[float] = field(default_factory=list)  # of CPU time in these steps
 
 
 def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
@@ -172,7 +172,7 @@ class Job:
     chats: Path
     max_length: int
     steps: int
-    dtype: str  # of forward and backward
+    dtype: str  # forward and backward
     lr: float = LR
     checkpointing: str = "none"
     overflow: str = "error"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT_S = 510  # of one command
+LIMIT_S = 510  # the limit of one command
 WHOLE_S = 3000  # for all checks
 
 

@@ -18,7 +18,7 @@ from shardtune.distributed.gpus import use_gpu
 from shardtune.errors import first_line
 
 _CONTEXT_BYTES = 3e9  # more than the driver and this process take of a GPU before its tensors
-_LEAST = 0.7  # of the published rate; a GPU below it is throttled or shared
+_LEAST = 0.7  # the least share of the published rate; a slower GPU is throttled or shared
 
 
 def device() -> Outcome:

@@ -30,7 +30,7 @@ SETTINGS = (
 _BYTES_PER_PARAMETER, _SHARE = 9, 0.7
 _TIMED = slice(1, 4)  # steps; the first one compiles
 _PROFILED = 5  # the step's number, and one follows: the profile is written before it
-_TOLERANCE = 1e-2  # of bfloat16 losses, relative: tokens near a tie change experts
+_TOLERANCE = 1e-2  # relative, of bfloat16 losses: tokens near a tie change experts
 
 
 def slice_for(length: int) -> Slice:

@@ -18,7 +18,7 @@ from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 # The share of weights that may differ from a CPU's: a product that is rounded once less moves a few
 # values across their random thresholds.
 _SHARE = 5e-3
-_WIDTH = 1408  # of a timed weight: an expert's of GLM-4.5-Air, 5.5 blocks
+_WIDTH = 1408  # the width of an expert of GLM-4.5-Air, 5.5 blocks
 _SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -20,7 +20,7 @@ from distTest.workloads import chats
 from distTest.workloads.script import REPOSITORY, environment, train_command
 from shardtune.report.read_run import read_run
 
-_TOKENS = 4000  # of the tokenizer
+_TOKENS = 4000  # the tokenizer's vocabulary
 
 
 def work_folder() -> Path:

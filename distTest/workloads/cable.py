@@ -21,7 +21,7 @@ from distTest.rehearse.namespaces import Node, joined_nodes
 from shardtune.distributed.signals import end_on_signal
 
 RANKS_PER_NODE = 2
-ADDRESSES = ["192.0.2.1", "192.0.2.2"]  # of no network that exists (RFC 5737)
+ADDRESSES = ["192.0.2.1", "192.0.2.2"]  # no network has these (RFC 5737)
 INTERFACE = "cable"
 PORT = 29600
 

@@ -30,7 +30,7 @@ TEMPLATE_TOKENS = 30  # about the tokens that the template adds to a chat
 class Mix:
     """The log-normal lengths of chats, their turns, and the share of answers."""
 
-    median_tokens: float  # of a chat
+    median_tokens: float  # per chat
     sigma: float
     turns: tuple[int, int]  # the fewest and the most answers of a chat
     answers: tuple[float, float]  # the smallest and the largest share of a chat's tokens

@@ -17,7 +17,7 @@ from distTest.workloads.shapes import shape_of
 ROW_TOKENS = 64
 # The two messages that are not trained. A token is a byte.
 _ASKED = {"system": "a", "user": "b c d e "}
-_TEMPLATE_TOKENS = 31  # of marks, the names of three roles, and ends of lines
+_TEMPLATE_TOKENS = 31  # marks, the names of three roles, and ends of lines
 _GLM = {"num_key_value_heads": 4, "head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 1}
 _GLM |= {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _GLM |= {"n_group": 1, "topk_group": 1, "tie_word_embeddings": False}

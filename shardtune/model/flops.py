@@ -231,7 +231,7 @@ def _attention(config: Any, layer: int) -> tuple[float, int, bool] | None:
 class DevicePeak:
     """The FLOP/s that the devices of a run could reach at most."""
 
-    flops_per_s: float | None  # of a rank, the mean over all; None if it is not known
+    flops_per_s: float | None  # the mean over ranks; None if it is not known
     source: str
 
     def __str__(self) -> str:

@@ -84,7 +84,7 @@ class Group:
     def _init_dtypes(self, dtype: torch.dtype) -> None:
         group = self._group
         type(group)._init_mp_dtypes(group)
-        for weight in filter(lambda each: each.requires_grad, self.slices):  # of the same dtype
+        for weight in filter(lambda each: each.requires_grad, self.slices):  # all have one dtype
             # FSDP2 would cast a reduced gradient to the weight's dtype: in bfloat16 a small
             # gradient that is added to a large sum is lost.
             group._orig_dtype = weight.grad_dtype = dtype

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 _MAX, _TOP_K = torch.ops.aten.max.dim, torch.ops.aten.topk.default  # PhiMoE's, and all others'
-_MOST_EXPERTS = 64  # of a token; attention's `topk` chooses hundreds of keys and is left alone
+_MOST_EXPERTS = 64  # a larger `topk` chooses attention's keys, not experts
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 

@@ -28,8 +28,8 @@ from shardtune.model.fsdp_groups import forward_only
 # Of logits, in the dtype of the matrix product. Each further chunk reads and writes the gradient of
 # the head's weight, in float32, once more: on a GPU 4096 tokens of 152,000 words are one chunk.
 _CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 5 << 28}
-_SOFTMAX_BYTES = 1 << 26  # of logits in float32
-_BLOCK_ROWS = 1 << 13  # of the head's weight
+_SOFTMAX_BYTES = 1 << 26  # the logits of a chunk in float32
+_BLOCK_ROWS = 1 << 13  # rows of the head's weight per block
 HEAD_TRIAL_TOKENS = 8
 _TRIED_ROWS = 512  # with fewer the compiler would divide the sums of each row, for more kernels
 
@@ -62,7 +62,7 @@ class LossHead(nn.Linear):
 
     batch: Batch | None
     is_last: bool
-    device_type = "cpu"  # of the run; a plan simulates a GPU's run on a CPU
+    device_type = "cpu"  # the run's device: a plan simulates a GPU's run on a CPU
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
@@ -184,7 +184,7 @@ def _planned_add_loss(
 ) -> None:
     """Stand for the compiled `_add_loss_at_once` in a plan, with the same kernels and bytes."""
     chunk_logits.amax(1)
-    chunk_logits.sum(1)  # of the exponentials
+    chunk_logits.sum(1)  # the sums of exponentials
     if wants_gradients:
         chunk_logits.exp_()
 

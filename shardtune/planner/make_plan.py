@@ -45,7 +45,7 @@ from shardtune.training.states.reshard import (
 )
 from shardtune.training.states.state_bytes import StateBytes, state_bytes
 
-TILE_TOKENS = 8192  # of a rank in a tile: smaller tiles save little memory and cost as much time
+TILE_TOKENS = 8192  # per rank: smaller tiles save little memory and cost as much time
 
 
 def make_plan(

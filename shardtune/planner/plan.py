@@ -16,10 +16,10 @@ from shardtune.training.states.state_bytes import StateBytes
 class Plan(Estimate):
     """A run whose step was simulated, or whose memory is bounded by shapes, as `reason` says."""
 
-    parameters: int  # of the whole model
+    parameters: int  # the whole model's
     trained_parameters: int
     states: StateBytes
-    policies: tuple[ReshardPolicy, ...]  # of each stage
+    policies: tuple[ReshardPolicy, ...]  # one per stage
     tiles: int  # in which experts and MLPs run, see `tile_layers`
     needed_bytes: int  # the peak if no group stayed gathered in memory that is left
     peaks: dict[str, Peak]  # by phase, with states, without the device's allowance
@@ -27,7 +27,7 @@ class Plan(Estimate):
     reason: str  # why no step was simulated; empty if one was
     shapes: Shapes
     storage: Storage
-    kernels_s: float | None  # of a step in sequence, without its bubble; None if not known
+    kernels_s: float | None  # a step's kernels in sequence, without the bubble; None if not known
 
     @property
     def allocated_bytes(self) -> int:

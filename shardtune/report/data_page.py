@@ -44,7 +44,7 @@ from shardtune.report.draw import COLOURS, histogram_svg
 from shardtune.report.report_command import require_page
 
 RECORDS_ON_PAGE = 50
-_MOST_CHARACTERS = 4000  # of a record that is not rendered
+_MOST_CHARACTERS = 4000  # shown of a record that is not rendered
 _WARNING = ": WARNING: "
 _EXTREMES = 20  # records of each kind, beside the first ones
 _HELD_OUT = "held out for evaluation (data.eval_fraction)"

@@ -32,7 +32,7 @@ COLOURS = [
 _MOST_INSIDE = 4
 _LONGEST_IN_TWO = 20  # characters of a label, for two columns below the chart
 _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
-_MOST_POINTS = 1600  # of all curves of a chart: what a page can show
+_MOST_POINTS = 1600  # all curves of a chart together: a page shows no more
 _DASHES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1))]
 # Stand for the colours of text and grid in the SVG; page.html.jinja gives both themes' values.
 TEXT, GRID, PAGE = "#1a1a1e", "#dcdce1", "#fefefe"

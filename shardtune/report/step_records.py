@@ -58,7 +58,7 @@ class ShownSequence(NamedTuple):
     data_rank: int
     micro_batch: int
     row: int
-    number: int  # of the sequence
+    number: int  # the sequence's number
 
 
 def show_step(

@@ -40,7 +40,7 @@ from shardtune.run_files import LOCK, METRICS, is_locked
 _EVERY_S = 1.0
 _GPUS_EVERY_S = 5.0
 _STEPS_OF_ETA = 20
-_WIDTH = 48  # of the bar and the curve, in characters
+_WIDTH = 48  # characters of the bar and the curve
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 

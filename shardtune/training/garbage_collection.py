@@ -12,7 +12,7 @@ from itertools import count
 
 # With activation checkpointing each micro-batch leaves some 12 kB a layer.
 _EVERY_MICRO_BATCHES = 50
-_micro_batches = count(1)  # of training and of evaluation
+_micro_batches = count(1)  # both training and evaluation count
 
 
 @contextlib.contextmanager

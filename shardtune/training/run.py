@@ -31,7 +31,7 @@ class Run:
     world: World
     directory: RunDir
     resumed: Checkpoint | None
-    date: datetime.date  # of the run's first start, for chat templates that print it
+    date: datetime.date  # the run's first start, for chat templates that print the date
 
     @property
     def resumed_step(self) -> int | None:

@@ -23,7 +23,7 @@ from shardtune.model.fsdp_groups import forward_only
 
 # Tokens of each document of the row for trials; the logits of the last document are compared.
 TRIAL_LENGTHS = (11, 5, 16)
-ROUNDING = 2e-5  # of float32, in trials
+ROUNDING = 2e-5  # float32 logits of trials differ by less
 _WHOLE = (0, 1)  # a rank's slice of a row: its number, and the number of slices
 
 

@@ -48,7 +48,7 @@ def causal_documents(
 
 @torch.library.custom_op("shardtune::causal_documents_backward", mutates_args=())
 def _backward(
-    gradient: Tensor,  # of the output
+    gradient: Tensor,  # the output's gradient
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -107,7 +107,7 @@ class _Reader:
     """Reads with several threads, and logs the progress of this rank as that of all ranks."""
 
     def __init__(self, threads: ThreadPoolExecutor, share: float) -> None:
-        self.total_bytes = 0  # of the files
+        self.total_bytes = 0  # the size of all files
         self._threads, self._share, self._read_bytes = threads, share, 0
         self._began, self._reported = time.monotonic(), 0.0
 

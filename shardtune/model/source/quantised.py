@@ -29,7 +29,7 @@ from shardtune.model.source.weight_files import (
 )
 from shardtune.units import gb
 
-QUANTIZATION = "quantization_config"  # of a config.json
+QUANTIZATION = "quantization_config"  # the key in config.json
 DTYPES_OF_PARTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0", "U8"}
 _PIECE = 4 << 20  # values that are dequantised at a time

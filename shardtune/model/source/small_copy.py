@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.model.source.text_model import build_text_model
 
-_WIDTH = 16  # of MLPs, of experts and of low-rank projections
+_WIDTH = 16  # the width of MLPs, experts and low-rank projections
 _VOCABULARY = 512
 _MANY_PARAMETERS = 5 * 10**7  # a trial of more takes seconds
 _MOST_PARAMETERS = 25 * 10**7  # 1 GB

@@ -22,8 +22,8 @@ from shardtune.data.tokenize import ChunkTokenizer
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 
-_SAMPLE_BYTES = 1 << 20  # of text that is tokenized of each source, in a second or two
-_COUNTED_BYTES = 2 << 20  # of a source's files that are read to tell the sample's share
+_SAMPLE_BYTES = 1 << 20  # text of each source, tokenized in a second or two
+_COUNTED_BYTES = 2 << 20  # read of a source's files, to tell the sample's share
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run_length(config: Config, layout: Layout) -> RunLength | str:
 class _Sample(NamedTuple):
     lengths: np.ndarray  # tokens of each sequence
     records: np.ndarray  # the number of each sequence's record
-    share: float  # of the source that was tokenized
+    share: float  # the tokenized share of the source
 
 
 class _Lengths(TokenDataset):

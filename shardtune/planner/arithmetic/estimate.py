@@ -30,7 +30,7 @@ class Estimate:
     machine: Machine
     peak_bytes: int  # that the device must have
     pinned_bytes: int  # host memory of a node that the run cannot do without
-    traffic: Sequence[Counter[Collective]]  # of a step, for the first rank of each stage
+    traffic: Sequence[Counter[Collective]]  # bytes per step of the first rank of each stage
     host_link: HostLink
     step_flops: float | None  # without recomputation; None if not known
     # Values of keys that differ from the configured run's, and their price in words.

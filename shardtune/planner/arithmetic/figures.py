@@ -11,7 +11,7 @@ class Cause(StrEnum):
     """Causes of a rank's memory."""
 
     PARAMETERS = "parameters"  # the slices of this rank
-    GRADIENTS = "gradients"  # of these slices
+    GRADIENTS = "gradients"  # gradients of these slices
     OPTIMIZER = "optimizer"  # moments of these slices
     GATHERED = "gathered parameters"
     REDUCED = "unsharded gradients"

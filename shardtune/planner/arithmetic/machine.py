@@ -25,12 +25,12 @@ class Machine:
 
     nodes: int
     ranks_per_node: int
-    memory_bytes: float  # of one rank
+    memory_bytes: float  # per rank
     node_bytes_per_s: float  # between one node and all others
     rank_bytes_per_s: float  # between one rank and the others of its node
-    flops_per_s: float  # of one rank, in the compute dtype
+    flops_per_s: float  # per rank, in the compute dtype
     is_gpu: bool = True  # else ranks are processes that share their node's memory
-    native_dtype: str | None = None  # of model.compute_dtype=auto, see `Layout.of`
+    native_dtype: str | None = None  # the dtype of model.compute_dtype=auto, see `Layout.of`
     host_bytes: float = math.inf  # memory of a node, beside its GPUs'
     # Assumed: PCIe 5 x16 between a GPU and host memory, and two sockets with DDR5-4800, whose rate
     # is of reads and writes together.

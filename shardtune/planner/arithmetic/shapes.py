@@ -28,8 +28,8 @@ from shardtune.training.states.reshard import KeptBytes, ReshardPolicy, decide, 
 class Sizes(NamedTuple):
     """Elements of some modules."""
 
-    dense: int = 0  # of weights that all ranks shard
-    experts: int = 0  # of experts, which may be spread over ranks instead
+    dense: int = 0  # elements of weights that all ranks shard
+    experts: int = 0  # elements of experts, which may be spread over ranks instead
     trained_dense: int = 0
     trained_experts: int = 0
     dense_products: int = 0  # that matrix products read and write for a token

@@ -22,8 +22,8 @@ from shardtune.training.states.state_bytes import StateBytes
 class Storage:
     """Bytes on the disks of all nodes, and in the memory of one node."""
 
-    checkpoint_bytes: int  # of one checkpoint
-    checkpoints_bytes: int  # of those that are kept, and of one that is being written
+    checkpoint_bytes: int  # one checkpoint
+    checkpoints_bytes: int  # all that are kept, and one that is being written
     exported_bytes: int  # model/, adapter/ and best/
     save_s: float  # at DISK_BYTES_PER_S
     staging_bytes: int  # host memory for copies that are being saved

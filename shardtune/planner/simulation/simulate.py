@@ -52,7 +52,7 @@ class Step:
     config: Config
     policy: ReshardPolicy
     world: World
-    layers: range | None = None  # of the rank's stage
+    layers: range | None = None  # the layers of the rank's stage
     tiles: int = 1  # see `tile_layers`
     imbalance: float = EXPERT_IMBALANCE
     is_by_document: bool = False  # whether all its layers are known to attend by document

@@ -72,9 +72,9 @@ class Tracker(TorchDispatchMode):
         )  # the numbers that the model reads in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
-        self.traffic: Counter[Collective] = Counter()  # of collectives that follow
-        self.kernels: Counter[Kernel] = Counter()  # of operators that follow
-        self.cause = Cause.ACTIVATIONS  # of tensors that operators make from now on
+        self.traffic: Counter[Collective] = Counter()  # collectives that follow count here
+        self.kernels: Counter[Kernel] = Counter()  # operators that follow count here
+        self.cause = Cause.ACTIVATIONS  # new tensors count as this
         self._live: Counter[Cause] = Counter()
         self._of_stream: Counter[int] = Counter()
         self._streams = [torch.cpu.current_stream()]

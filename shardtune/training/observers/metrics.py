@@ -27,18 +27,18 @@ class StepStats(NamedTuple):
     """The numbers of a step that all ranks have."""
 
     loss: float  # nats per trained token
-    grad_norm: float  # of the whole model, before clipping
+    grad_norm: float  # the whole model's, before clipping
     must_stop: bool  # a signal asked some rank to stop
-    peak_memory_bytes: int  # of the rank with the most; step 1 lacks the optimizer's state
+    peak_memory_bytes: int  # the largest of all ranks; step 1 lacks the optimizer's state
     reserved_memory_bytes: int  # the most that a GPU's allocator has taken; 0 on CPUs
-    data_seconds: float  # of the rank that waited longest for its batches
+    data_seconds: float  # the longest wait of a rank for its batches
     expert_tokens: np.ndarray  # [groups of ranks that share experts, experts of all layers]
 
 
 def all_gather_step_stats(
     nll_sum: torch.Tensor,  # float64, scalar, on the device
     squared_grad_norm: torch.Tensor,  # float64, scalar, on the device
-    trained_tokens: int,  # of the global batch
+    trained_tokens: int,  # in the global batch
     must_stop: bool,
     expert_tokens: torch.Tensor,  # float64 [experts of all layers]
     world: World,

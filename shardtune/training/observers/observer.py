@@ -16,7 +16,7 @@ class StepEnded(NamedTuple):
     stats: StepStats
     lr: float
     seconds: float  # since the previous step ended, without evaluation and saves
-    seconds_by_phase: Mapping[str, float]  # of this rank: phases without waits, and `waiting`
+    seconds_by_phase: Mapping[str, float]  # this rank's phases without their waits, and `waiting`
     is_due: bool  # by logging.every_steps, or the last one
 
 

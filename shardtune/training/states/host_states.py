@@ -97,7 +97,7 @@ class HostStates:
         self,
         parameter: torch.Tensor,
         matrices: Mapping[str, torch.Tensor],  # this rank's weight, gradient and states
-        pieces: Sequence[slice],  # of their rows
+        pieces: Sequence[slice],  # their rows
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield pieces of a parameter's tensors on the device, to be updated in place."""
         # Three streams overlap: copies in, kernels, copies out. At most PIECES pieces are on the

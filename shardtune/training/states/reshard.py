@@ -35,7 +35,7 @@ from shardtune.model.moe.placement import gathered_numel
 from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 
-_SHARE = 0.5  # of the free memory; the rest is for activations
+_SHARE = 0.5  # the share of free memory for parameters; activations take the rest
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ReshardPolicy:
 class KeptBytes(NamedTuple):
     """The bytes of a rank that each choice of a `ReshardPolicy` needs, beside its state."""
 
-    parameters: Sequence[int]  # of each group
+    parameters: Sequence[int]  # bytes per group
     gradients: int
     sums: int
 

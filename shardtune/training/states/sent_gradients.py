@@ -56,7 +56,7 @@ class SentGradients:
     def _send_reduced(self, parameters: Sequence[torch.Tensor]) -> None:
         reduced = [p for p in parameters if p.grad is not None]
         if reduced:
-            self._release()  # of the group before, so that at most two groups' gradients wait
+            self._release()  # frees the previous group's, so that at most two groups wait
             self._stream.wait_stream(self._any_group.reductions)
             with self._device.stream(self._stream), torch.no_grad():
                 for parameter in reduced:
