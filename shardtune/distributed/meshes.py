@@ -85,7 +85,7 @@ def build_meshes(device: torch.device, layout: Layout) -> Meshes:
 
 
 def _consecutive(size: int, number: int) -> dist.ProcessGroup | None:
-    """Return this rank's group of `size` consecutive ranks. Collective."""
+    """Return this rank's group of `number` consecutive ranks, among all `size`. Collective."""
     if number == 1:
         return None
     groups = [[*range(first, first + number)] for first in range(0, size, number)]
