@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is used here
 from shardtune.model.moe.placement import is_spread
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import PreTrainedTokenizerFast
 
-from shardtune.model import build
+from shardtune.model import sharding
 from shardtune.training.states import reshard
 
 RATES = (3e-3,) * 4
@@ -158,7 +158,7 @@ def run_and_count_copies(
     if free is not None:
         vars(reshard)["_free_bytes"] = lambda world: free
     if copies_all:
-        vars(build)["_needs_no_copy"] = lambda *_: False
+        vars(sharding)["_needs_no_copy"] = lambda *_: False
     to_unsharded = FSDPParamGroup._to_unsharded
 
     def counting(group: FSDPParamGroup) -> None:

@@ -78,12 +78,8 @@ def test_every_recipe_is_rehearsed_and_names_its_command():
 
 @pytest.mark.parametrize("name", ["glm-4.5-air-full-141gb", "glm-4.5-air-lora"])
 def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names(name):
-    text, shipped = (
-        re.sub(r"\n#\s+", " ", file_of(each).read_text(encoding="utf-8"))
-        for each in (name, "config")
-    )
+    text = re.sub(r"\n#\s+", " ", file_of(name).read_text(encoding="utf-8"))
     (change,) = re.findall(r"as \./launch_node0\.sh (.+) makes it", text)
-    assert change in shipped
     recipe, changed = (
         load_config(file, assignments, {})
         for file, assignments in ((file_of(name), []), (file_of("config"), change.split()))

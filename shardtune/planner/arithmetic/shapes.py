@@ -240,10 +240,8 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     copied = partial(_copied_numel, expert=expert, frozen=shards > 1, trained=trained_too)
     gathered = compute_bytes * copied(whole)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
-    if (
-        stage_ranks == 1 and not layout.offloads
-    ):  # one rank keeps its gradients as they are, without a copy
-        reduced = 0.0
+    if stage_ranks == 1 and not layout.offloads:
+        reduced = 0.0  # one rank keeps its gradients as they are, without a copy
     micro_batches = layout.micro_batches
     sums = gradient_bytes * trained / shards * (1 - 1 / layout.replicate)
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
