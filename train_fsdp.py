@@ -13,9 +13,9 @@ import time
 from enum import Enum, auto
 from pathlib import Path
 
-from shardtune.imports import without_collecting
+from shardtune.imports import imports_without_gc
 
-with without_collecting():  # else each start takes a second longer
+with imports_without_gc():  # else each start takes a second longer
     import torch
 
     from shardtune.checkpoint import Checkpoint, clear_leftovers, resume_rules
@@ -35,7 +35,7 @@ with without_collecting():  # else each start takes a second longer
     from shardtune.training.context import TrainContext
     from shardtune.training.data_and_schedule import make_schedule, read_data
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
-    from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
+    from shardtune.training.garbage_collection import collect_if_due, collected_by_micro_batch
     from shardtune.training.observers.metrics import StepStats, all_gather_step_stats
     from shardtune.training.observers.observer import StepEnded
     from shardtune.training.out_of_memory import step_fits, weights_fit
@@ -74,9 +74,9 @@ def main() -> None:
             run, model_config, data, assets, schedule, prediction, plan.device_peak
         )
         with (
-            context.metrics,
-            collected_by_micro_batch(),
-            step_fits(world.layout),
+            context.metrics,  # closes its files and trackers
+            collected_by_micro_batch(),  # all ranks collect garbage at the same places
+            step_fits(world.layout),  # says which keys to change where memory runs out
             plan.compared(context.metrics),
         ):
             last_checkpoint = train(context, pending_evaluation)
@@ -157,7 +157,8 @@ def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began
     config, world = context.run.config, context.run.world
     seconds_by_phase = world.progress.take_seconds()
     world.progress.enter(Phase.REPORTING)
-    seconds = time.perf_counter() - began  # after the phases: they are no longer than the step
+    # Read after the phases, so that their sum is at most the seconds of the step.
+    seconds = time.perf_counter() - began
     is_due = context.schedule.is_due(step.number, config.logging.every_steps)
     ended = StepEnded(step, stats, lr, seconds, seconds_by_phase, is_due)
     for observer in context.observers:
@@ -207,15 +208,15 @@ def accumulate_gradients(
     # undoes that average and divides by the trained tokens of the global batch, so that each token
     # weighs the same, in any micro-batch of any rank.
     scale = world.layout.stage_ranks / max(1, step.trained_tokens)
-    for batch, due in context.stage.passes(micro_batches):
+    for batch, backwards in context.stage.passes(micro_batches):
         nll_sum += context.stage.forward(batch)
         # Without stages the backward of this batch is due, and no other. A stage of a pipeline
         # runs ahead: none is due after its first forwards, and several are due after its last.
-        for number in due:
+        for number in backwards:
             # The last backward of a step reduces and frees all tensors that earlier ones have kept.
             context.reshard.before_backward(model, number == len(micro_batches) - 1)
             context.stage.backward(micro_batches[number], scale)
-            micro_batch_ended()
+            collect_if_due()
     context.stage.finish()
     return nll_sum, optim.squared_gradients(context.stage.own_parameters(), context.host)
 

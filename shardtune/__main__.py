@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.errors import Ending, RunFailed, first_line, print_errors, require_packages
-from shardtune.imports import without_collecting
+from shardtune.imports import imports_without_gc
 
 if TYPE_CHECKING:
     from shardtune.config_io import Parser
@@ -32,10 +32,10 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command, print an `ERROR:` line for each problem, and return the exit code."""
-    return exit_code(lambda: _run_command(arguments))
+    return code_of(lambda: _run_command(arguments))
 
 
-def exit_code(work: Callable[[], None]) -> int:
+def code_of(work: Callable[[], None]) -> int:
     """Run `work`, print an `ERROR:` line for each problem, and return the exit code."""
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -86,18 +86,18 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     if options.html and options.json:
         parser.error("--html and --json are two forms of the same")
     if options.step is not None:
-        with without_collecting():
+        with imports_without_gc():
             from shardtune.report.step_records import show_step
 
         show_step(options.config, options.assignments, options.step, options.records, options.json)
         return
     if not options.html:
-        with without_collecting():
+        with imports_without_gc():
             from shardtune.data.inspect_data import inspect_data
 
         inspect_data(options.config, options.assignments, options.records, options.json)
         return
-    with without_collecting():
+    with imports_without_gc():
         from shardtune.report.data_page import write_data_page
 
     for line in write_data_page(options.config, options.assignments, options.records, options.html):
@@ -108,7 +108,7 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:
     _add_directories(parser, "exported models, and all parts of one checkpoint")
     options = parser.parse_args(arguments)
-    with without_collecting():
+    with imports_without_gc():
         from shardtune.checkpoint.verify import verify
 
     if problems := verify(options.directories):
@@ -122,7 +122,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     dtypes = ("source", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="source")
     options = parser.parse_args(arguments)
-    with without_collecting():
+    with imports_without_gc():
         from shardtune.checkpoint.export.write import export_checkpoint
         from shardtune.log import quiet_libraries
 
@@ -145,7 +145,7 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
 
     with status_lines() as say:
         say("importing PyTorch and transformers")
-        with without_collecting():
+        with imports_without_gc():
             from shardtune.planner.command.plan_command import plan_run
             from shardtune.planner.command.team_table import print_team_table
         if len(runs) == 1 and isinstance(runs[0].config, Path):

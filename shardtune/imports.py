@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def without_collecting() -> Iterator[None]:
+def imports_without_gc() -> Iterator[None]:
     """Import without looking for garbage: imports leave hardly any, and looking takes a second.
 
     Later collections leave out all that was imported, and so does the one when the process ends.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from distTest.rehearse import namespaces
 from distTest.rehearse.node_processes import CheckFailed, NodeProcesses, kill, launched
-from shardtune.__main__ import exit_code
+from shardtune.__main__ import code_of
 from shardtune.cluster.environment import DEFAULTS, REPOSITORY
 from shardtune.cluster.network import free_port
 from shardtune.config_io import Parser, load_config
@@ -220,4 +220,4 @@ def _check(name: str, has_passed: bool, what: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(partial(main, sys.argv[1:])))
+    sys.exit(code_of(partial(main, sys.argv[1:])))

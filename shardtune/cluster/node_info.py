@@ -22,7 +22,7 @@ from shardtune.cluster.environment import REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
 from shardtune.data.paths import kind_of, split_path
-from shardtune.model.source.config_json import older_transformers
+from shardtune.model.source.config_json import too_old_transformers
 from shardtune.model.source.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 from shardtune.units import gb
 
@@ -86,7 +86,7 @@ def _file_facts(config: Config) -> Message:
 def _machine_facts(environment: Environment, config: Config) -> Message:
     # A process of its own asks: a process that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
-    problem = older_transformers(config.parallel.expert)
+    problem = too_old_transformers(config.parallel.expert)
     problems = [f"{environment.name}: {problem}"] if problem else []
     with multiprocessing.get_context("fork").Pool(1) as pool:
         look = pool.apply_async(_gpus, [config.distributed.backend])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardtune.config import Config, ParallelConfig
-from shardtune.errors import divisors
+from shardtune.errors import divisors_text
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -227,7 +227,7 @@ class Layout:
         """Return why the ranks cannot be divided, given the node of each rank where it is known."""
         problems = []
         for key, parts, ranks, whole in self.undivided():
-            remedy = f"one of {divisors(ranks)}" if ranks > 1 else f"{key}=1"
+            remedy = f"one of {divisors_text(ranks)}" if ranks > 1 else f"{key}=1"
             problems.append(f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}")
         return problems or [*filter(None, [self.split_stage(nodes_of_ranks)])]
 

@@ -65,7 +65,7 @@ def make_plan(
     planner = _Planner(config, model_config, machine, simulations or Simulations(model_config))
     plan = _join(planner.stages())
     tiles = plan.layout.tokens_per_rank // TILE_TOKENS
-    if plan.fits or plan.reason or tiles < 2:
+    if plan.fits or not plan.is_simulated or tiles < 2:
         return plan
     tiled = _join(planner.stages(tiles))
     return tiled if tiled.fits else plan

@@ -1,19 +1,17 @@
-"""List the meshes of a machine, and write keys of a run as arguments of a command."""
+"""The meshes of a machine, as values of the keys of a run."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardtune.config import KEYS, Config
+from shardtune.config import Config
 from shardtune.distributed.layout import Layout
-from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes
 
-# The keys of a mesh, in the order in which `meshes` yields their values.
+# The keys of a mesh, in the order of their values in `every_mesh`.
 MESH = (
     "parallel.stages",
     "parallel.replicate",
@@ -24,30 +22,7 @@ MESH = (
 )
 
 
-def launch_command(run: Estimate, given: Sequence[str]) -> str:
-    """Return the command that launches a run: `given` arguments, then its own mesh and values."""
-    named = mesh_arguments(run)
-    keys = {argument.partition("=")[0] for argument in named}
-    kept = [argument for argument in given if argument.partition("=")[0] not in keys]
-    sizes = {"NNODES": (run.machine.nodes, 2), "GPUS_PER_NODE": (run.machine.ranks_per_node, 8)}
-    environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
-    return shlex.join([*environment, "./launch_node0.sh", *kept, *named])
-
-
-def mesh_arguments(run: Estimate) -> list[str]:
-    """Return as arguments the keys of a run's mesh that are not defaults, then its values."""
-    mesh = {key: value_of(run.config, key) for key in MESH}
-    named = {k: n for k, n in mesh.items() if k in run.values or n != KEYS[k].default}
-    return [*as_arguments({**named, **run.values})]
-
-
-def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values of keys as arguments of a run."""
-    for key, value in values.items():
-        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-
-
-def meshes(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
+def every_mesh(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
     """Yield every division of the ranks that keeps the effective batch, as values of MESH."""
     ranks, context, rows = layout.ranks, layout.context, layout.rows_per_step
     nodes = [rank // machine.ranks_per_node for rank in range(ranks)]

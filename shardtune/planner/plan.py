@@ -30,6 +30,10 @@ class Plan(Estimate):
     kernels_s: float | None  # a step's kernels in sequence, without the bubble; None if not known
 
     @property
+    def is_simulated(self) -> bool:
+        return not self.reason
+
+    @property
     def allocated_bytes(self) -> int:
         """The most bytes of tensors at once."""
         return max(peak.n_bytes for peak in self.peaks.values())
@@ -49,7 +53,7 @@ class Plan(Estimate):
         """Return whether the run certainly does not fit, which a high bound does not prove."""
         # A bound has no allowance for the device here: it is an assumption, and would refuse
         # small models on small GPUs.
-        least = self.states.total if self.reason else self.peak_bytes
+        least = self.peak_bytes if self.is_simulated else self.states.total
         return least > self.machine.memory_bytes or not self.host_fits
 
     @property

@@ -39,8 +39,8 @@ from shardtune.model.source.files import read_model_config
 from shardtune.planner.arithmetic.disk_room import require_room, saves_left
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.command.verdict import lacking, verdict
+from shardtune.planner.launch_arguments import as_arguments, launch_command
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import as_arguments, launch_command
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
@@ -238,7 +238,7 @@ def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
     beside_tensors = 0 if plan.machine.is_gpu else plan.machine.allowance_bytes
     return Prediction(
         peak_bytes=plan.allocated_bytes + beside_tensors,
-        source="bound from shapes" if plan.reason else "simulated step",
+        source="simulated step" if plan.is_simulated else "bound from shapes",
         fits=not plan.cannot_fit,
         verdict=verdict(plan),
         remedies=[

@@ -22,8 +22,9 @@ from shardtune.model.documents.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
 from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
+from shardtune.planner.launch_arguments import mesh_arguments
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import mesh_arguments, meshes, value_of, with_values
+from shardtune.planner.mesh import every_mesh, value_of, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.settings import (
     ADAPTERS,
@@ -77,7 +78,7 @@ class Search:
         """
         plan = self.plan
         # Assume the same error factor for all meshes.
-        factor = 1.0 if plan.reason else plan.needed_bytes / self.configured.peak_bytes
+        factor = plan.needed_bytes / self.configured.peak_bytes if plan.is_simulated else 1.0
         groups = settings(
             [*same_training(plan.layout, plan.shapes, plan.machine)], less_training(plan.layout)
         )
@@ -111,6 +112,7 @@ class Search:
         nodes, most = self.plan.machine.nodes, _MOST_RANKS // self.plan.machine.ranks_per_node
         while nodes <= most:
             if mesh := self._on_nodes(nodes):
+                # Half as many nodes did not hold it. Eight numbers between them are enough to try.
                 step = max(1, nodes // 8)
                 fewer = map(self._on_nodes, range(nodes // 2 + step, nodes, step))
                 return next(filter(None, fewer), mesh)
@@ -201,7 +203,7 @@ class Search:
         config = with_values(self.plan.config, values)
         shapes = self._with_adapters if "lora.rank" in values else self.plan.shapes
         estimates = []
-        for mesh in meshes(self.plan.machine.layout(config), shapes, self.plan.machine):
+        for mesh in every_mesh(self.plan.machine.layout(config), shapes, self.plan.machine):
             changed = {key: n for key, n in mesh.items() if n != value_of(config, key)}
             if all(map(self._may_change, changed)):
                 changed = {**values, **changed}

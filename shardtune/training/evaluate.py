@@ -18,7 +18,7 @@ from shardtune.log import logger
 from shardtune.metrics_schema import EvalEntry
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.training.context import TrainContext
-from shardtune.training.garbage_collection import micro_batch_ended
+from shardtune.training.garbage_collection import collect_if_due
 from shardtune.training.observers.metrics import read_entries
 from shardtune.training.run import Run
 
@@ -82,7 +82,7 @@ def _nll_sum(
         for number, sequences in enumerate(micro_batches):
             batch = build_batch(dataset, sequences, context.is_flat, world.share)
             nll_sum += context.stage.forward(batch.to(world.device))
-            micro_batch_ended()
+            collect_if_due()
             # A rank that stopped alone would leave other ranks waiting in a collective: so all ask
             # for signals after the same micro-batch. To ask drains a pipeline: stages ask seldom.
             asks = stop and number % (4 * world.layout.stages - 3) == 0

@@ -17,7 +17,7 @@ _micro_batches = count(1)  # both training and evaluation count
 
 @contextlib.contextmanager
 def collected_by_micro_batch() -> Iterator[None]:
-    """Leave collecting to `micro_batch_ended`, and never scan again the objects that exist now."""
+    """Leave collecting to `collect_if_due`, and never scan again the objects that exist now."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -28,7 +28,7 @@ def collected_by_micro_batch() -> Iterator[None]:
         gc.unfreeze()
 
 
-def micro_batch_ended() -> None:
+def collect_if_due() -> None:
     """Count a micro-batch, and collect after every fiftieth. All ranks call this equally often."""
     if next(_micro_batches) % _EVERY_MICRO_BATCHES == 0:
         gc.collect()

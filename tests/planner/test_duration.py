@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardtune.config import Config
 from shardtune.data.schedule import Position, Schedule, source_weights
 from shardtune.distributed.layout import Layout
-from shardtune.planner.arithmetic.duration import RunLength, run_length
+from shardtune.planner.arithmetic.run_length import RunLength, run_length
 
 
 @pytest.fixture(scope="module")

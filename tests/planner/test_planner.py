@@ -36,9 +36,9 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import MeasuredMachine, read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.model.source.quantised import piece_bytes
-from shardtune.planner.arithmetic.duration import RunLength, run_length
 from shardtune.planner.arithmetic.figures import Cause, Collective
 from shardtune.planner.arithmetic.machine import Machine, collective_bytes, link_bytes
+from shardtune.planner.arithmetic.run_length import RunLength, run_length
 from shardtune.planner.command.text import describe
 from shardtune.planner.command.verdict import verdict
 from shardtune.planner.make_plan import _Planner, bound_plan, make_plan

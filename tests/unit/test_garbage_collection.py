@@ -6,7 +6,7 @@ import gc
 import weakref
 from itertools import count
 
-from shardtune.imports import without_collecting
+from shardtune.imports import imports_without_gc
 from shardtune.training import garbage_collection
 
 
@@ -20,16 +20,16 @@ def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
         assert not gc.isenabled() and gc.get_freeze_count() > 0
         lost = weakref.ref(Cycle())
         for _ in range(49):
-            garbage_collection.micro_batch_ended()
+            garbage_collection.collect_if_due()
             assert lost() is not None
-        garbage_collection.micro_batch_ended()
+        garbage_collection.collect_if_due()
         assert lost() is None
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 def test_nothing_is_collected_during_imports_and_later_collections_leave_them_out():
     gc.unfreeze()
-    with without_collecting():
+    with imports_without_gc():
         assert not gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() > 0
     gc.unfreeze()

@@ -10,7 +10,7 @@ from helpers.commands import completed
 
 PROGRAM = """
 import os, signal, sys, time, weakref
-from shardtune.__main__ import exit_code
+from shardtune.__main__ import code_of
 from shardtune.distributed.signals import end_on_signal
 
 class Signals:
@@ -24,7 +24,7 @@ def work():
     time.sleep(60)
 
 end_on_signal("before it was done - run it again", code=7)
-sys.exit(exit_code(work))
+sys.exit(code_of(work))
 """
 
 

@@ -29,7 +29,7 @@ from shardtune.model.moe.placement import leaves_empty_slices
 from shardtune.model.moe.shared_experts import SharedExperts
 from shardtune.model.moe.token_exchange import ExpertExchange
 from shardtune.model.source.config_json import (
-    older_transformers,
+    too_old_transformers,
     undivided_experts,
     without_experts,
 )
@@ -44,7 +44,7 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     if degree == 1:
         return
     kind, key = model.config.model_type, f"parallel.expert={degree}"
-    if problem := older_transformers(degree):
+    if problem := too_old_transformers(degree):
         yield problem
         return
     plan = _plan_of_experts(model)
@@ -103,7 +103,7 @@ def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
 
 def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
-    plan = {} if older_transformers(2) or not model.ep_plan else _plan_of_experts(model)
+    plan = {} if too_old_transformers(2) or not model.ep_plan else _plan_of_experts(model)
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
-from shardtune.errors import UserError, divisors, missing_directory
+from shardtune.errors import UserError, divisors_text, missing_directory
 from shardtune.model import traits
 
 # The ways of quantising that are read.
@@ -92,7 +92,7 @@ def _problems(config: Config, values: Mapping[str, Any], layout: Layout) -> Iter
             unread_quantisation(text, path),
             beyond_positions(config.data.max_length, positions, path),
             undivided_heads(layout.context, traits.heads(settings).queries, kind),
-            older_transformers(layout.expert),
+            too_old_transformers(layout.expert),
             # The number of experts may have a name that `traits` does not know.
             "" if "expert" in str(values) else without_experts(layout.expert, kind),
             undivided_experts(layout.expert, experts, kind),
@@ -123,11 +123,11 @@ def undivided_heads(degree: int, heads: int, kind: str) -> str:
         return ""
     return (
         f"parallel.context={degree} does not divide the {heads} heads of {kind} - use one of "
-        f"{divisors(heads)} that divides world size / parallel.stages too"
+        f"{divisors_text(heads)} that divides world size / parallel.stages too"
     )
 
 
-def older_transformers(degree: int) -> str:
+def too_old_transformers(degree: int) -> str:
     """Return why the installed transformers cannot spread experts, or an empty text."""
     version = importlib.metadata.version("transformers")
     if degree == 1 or Version(version).release >= (5, 23):
@@ -149,7 +149,7 @@ def undivided_experts(degree: int, experts: int, kind: str) -> str:
         return ""
     return (
         f"parallel.expert={degree} does not divide the {experts} experts of {kind} - "
-        f"use one of {divisors(experts)} that divides world size / parallel.replicate too"
+        f"use one of {divisors_text(experts)} that divides world size / parallel.replicate too"
     )
 
 

@@ -22,14 +22,15 @@ from shardtune.model.source.quantised import describe_quantised, quantised_probl
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weight_problems
 from shardtune.model.stages import require_composable
-from shardtune.planner.arithmetic.duration import run_length
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
+from shardtune.planner.arithmetic.run_length import run_length
 from shardtune.planner.command.options import RATES, read_config
 from shardtune.planner.command.text import describe, describe_changes, describe_room
 from shardtune.planner.command.verdict import lacking, verdict
+from shardtune.planner.launch_arguments import as_arguments, launch_command
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import as_arguments, launch_command, with_values
+from shardtune.planner.mesh import with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.settings import ADAPTERS
@@ -88,7 +89,7 @@ def plan_config(
         UserError: the run would be refused.
     """
     config = read_config(options)
-    model_config = read_model(config, say)
+    model_config = read_planned_config(config, say)
     simulations = Simulations(model_config)
     say("simulating a step as configured")
     plan = make_plan(config, model_config, machine_of(options, config), simulations)
@@ -98,7 +99,7 @@ def plan_config(
     return plan, simulations, [*filter(None, notes), *lines]
 
 
-def read_model(config: Config, say: Say) -> PreTrainedConfig:
+def read_planned_config(config: Config, say: Say) -> PreTrainedConfig:
     """Return the model's configuration.
 
     Raises:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from shardtune.config import Config
 from shardtune.errors import DoesNotFit
 from shardtune.planner.command.options import read_config
-from shardtune.planner.command.plan_command import machine_of, read_model
+from shardtune.planner.command.plan_command import machine_of, read_planned_config
 from shardtune.planner.command.text import table
+from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
-from shardtune.planner.mesh import as_arguments, mesh_arguments, with_values
+from shardtune.planner.mesh import with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.settings import ADAPTERS
@@ -34,7 +35,7 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     Raises:
         UserError: the run would be refused, or nothing fits (code 3).
     """
-    simulations = Simulations(read_model(read_config(runs[0]), say))
+    simulations = Simulations(read_planned_config(read_config(runs[0]), say))
     rows: list[list[str]] = []
     lines: list[str] = []
     print(*table(_HEAD, []), flush=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardtune.planner.arithmetic.duration import RunLength
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause
 from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S
 from shardtune.planner.arithmetic.roofline import gpu_of
+from shardtune.planner.arithmetic.run_length import RunLength
 from shardtune.planner.arithmetic.storage import Storage
-from shardtune.planner.mesh import as_arguments
+from shardtune.planner.launch_arguments import as_arguments
 from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
@@ -80,7 +80,7 @@ def _host_link(plan: Plan) -> Iterator[str]:
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    if plan.reason:
+    if not plan.is_simulated:
         yield f"A bound from shapes alone, since {plan.reason}"
         return
     yield f"Attention: {plan.attention}"

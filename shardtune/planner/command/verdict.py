@@ -15,7 +15,7 @@ def verdict(plan: Plan) -> str:
     """
     limit, peak = f"{gb(plan.machine.memory_bytes)} GB", _peak(plan)
     if not plan.host_fits:
-        both = not plan.device_fits and not plan.reason  # a bound may be far above the peak
+        both = not plan.device_fits and plan.is_simulated  # a bound may be far above the peak
         beside = f", and {limit} not the peak of {peak}" if both else ""
         return (
             f"The run does not fit, {gb(plan.machine.host_bytes)} GB of a node's own memory do not "
@@ -26,7 +26,7 @@ def verdict(plan: Plan) -> str:
         bound_by = part if part in (None, "arithmetic") else f"traffic {part}"
         speed = f"; bound by {bound_by}" if bound_by else ""
         return f"The run fits, {limit} hold the peak of {peak}{speed}"
-    if not plan.reason:
+    if plan.is_simulated:
         return f"The run does not fit, {limit} do not hold the peak of {peak}"
     states = f"its {gb(plan.states.total)} GB of parameters, gradients and optimizer"
     if plan.cannot_fit:
