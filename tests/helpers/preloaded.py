@@ -1,5 +1,6 @@
-"""Imported by the server of tests/ranks.py, so that no rank that it forks has to: the script with
-all that it imports, and what transformers computes once in a process."""
+"""Import the script and compute the caches of transformers in the server of tests/helpers/ranks.py.
+
+Ranks are forks of that server, so that they need not do it again."""
 
 from __future__ import annotations
 
