@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from conftest import REPOSITORY, a_free_port, chats, write_jsonl
+from conftest import REPOSITORY, a_free_port
 from helpers.commands import completed, needs_namespaces
 from helpers.image import image_files
 
@@ -75,7 +75,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
     settings = copy / "models/SmolLM2-135M-Instruct/config.json"
     longer = json.loads(settings.read_text(encoding="utf-8")) | {"max_position_embeddings": 1024}
     settings.write_text(json.dumps(longer), encoding="utf-8")
-    write_jsonl(copy / "mine.jsonl", chats(40, seed=40))
+    (copy / "mine.jsonl").write_text(blocks("json")[0], encoding="utf-8")
     # A plan needs the model's config.json alone: a folder stands for the hub.
     shutil.copytree(REPOSITORY / "tests/data/configs/glm-4.5-air", copy / "zai-org/GLM-4.5-Air")
     (text,) = blocks("yaml")
