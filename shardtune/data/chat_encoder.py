@@ -75,9 +75,9 @@ class EncodedRecord:
     """The sequences of one record, in the order of their turns; none if it trains nothing.
 
     `apart`: why its turns do not stand in one rendering of the whole conversation. `added_tokens`:
-    how many tokens more they have than that.
+    the number of tokens beyond that rendering.
     `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
-    what else happened to it, each with its detail. `too_long`: the sequences of the whole record,
+    its other outcomes, with details. `too_long`: the sequences of the whole record,
     if it did not fit and `sequences` hold its leading turns alone.
     """
 

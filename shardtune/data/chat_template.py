@@ -96,7 +96,7 @@ class ChatTemplate:
         self.knows_tool_calls = "tool_calls" in names
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with more options. Raises RecordError where it gets one elsewhere."""
+        """Return the template with more options. Raises RecordError for one that is set already."""
         if taken := taken_options(self.tokenizer) & options.keys():
             raise RecordError(f"chat_template_kwargs.{min(taken)}: {TAKEN}")
         template = ChatTemplate(*self._given, self.options | dict(options))
@@ -223,7 +223,7 @@ class ChatTemplate:
 
     @cached_property
     def _role_tokens(self) -> re.Pattern[str] | None:
-        """The added tokens in front of turns, but for those that end one or begin every text."""
+        """The added tokens that open a turn, without end-of-turn tokens and BOS."""
         rendered = self._rendered_probe(NEXT_TEXT) if self.tokenizer.chat_template else ""
         others = set(self._stop_texts)
         bos = self.tokenizer.bos_token

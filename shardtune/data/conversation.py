@@ -146,7 +146,7 @@ class Conversation:
     ) -> str | None:
         """Return the part of `text`, the rendering of `messages`, after the texts of message i.
 
-        None where a mark behind them changes the rest of the rendering.
+        None if a mark after these texts changes the rest of the rendering.
         """
         marked = self.render([*messages[:i], with_marks(messages[i]), *messages[i + 1 :]], prompted)
         is_same = MARK in marked and marked.replace(MARK, "") == text

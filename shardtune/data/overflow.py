@@ -30,7 +30,7 @@ _OUTCOMES = {
 def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> EncodedRecord:
     """Encode a record; with `data.overflow=turns` only its whole turns that fit.
 
-    A text keeps its length. `too_long` then has the sequences of the whole record.
+    A `text` record is encoded whole. A prompt and completion that do not fit stand in `too_long`.
 
     Raises:
         RecordError, UserError: as `ChatEncoder.encode`.

@@ -158,7 +158,7 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
         if options := from_json(present.get("chat_template_kwargs")):
             require(isinstance(options, dict), "chat_template_kwargs", options, "an object")
             record["chat_template_kwargs"] = options
-    if "input_ids" not in form:  # whose tokens hold all
+    if "input_ids" not in form:  # `input_ids` are the whole record: no field can be lost
         _refuse_unread(form, present, used)
     return CheckedRecord(record, [name for name in present if name not in used], notes)
 

@@ -162,7 +162,7 @@ class Schedule:
     def total_steps(self) -> int:
         total, row = self.start.step, self.start.row
         last = sys.maxsize if self.max_steps is None else max(self.max_steps, total)
-        # Whole weights use every record equally often in each epoch: one count holds for all.
+        # With integer weights each epoch uses every record equally often: count one epoch's rows.
         are_alike = all(weight.denominator == 1 for weight in self.weights)
         for epoch in range(self.start.epoch, self.epochs):
             if total >= last:

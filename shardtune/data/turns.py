@@ -75,7 +75,7 @@ def read_turns(name: str, turns: Any, roles: Mapping[str, str]) -> tuple[list[Me
         _read_message(where, message)
         if role in _CALLS and messages and messages[-1]["role"] == "assistant":
             messages[-1] = _joined(where, messages[-1], message)
-        else:  # with its nulls, which are part of the hash that holds a record out
+        else:  # null fields stay: they count in the hash that assigns records to evaluation
             nulls = {} if is_sharegpt else {key: None for key in turn if turn[key] is None}
             messages.append(nulls | message)
     return messages, notes

@@ -74,8 +74,8 @@ class LayerInputs:
     def _keep(self, tensor: torch.Tensor) -> _LayerInput:
         last = self._last() if self._last else None
         if last:
-            # Its copy had the time of a whole layer. The device must not reuse the tensor's memory
-            # before the copy has ended.
+            # The copy has had a whole layer's time. The device must not reuse the memory of the
+            # tensor before the copy has ended.
             self._copies.wait()
             last.tensor = None
         kept = _LayerInput(self._copies.to_host(tensor), tensor, last)

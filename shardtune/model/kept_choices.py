@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
-_MAX, _TOP_K = torch.ops.aten.max.dim, torch.ops.aten.topk.default  # PhiMoE's, and all others'
+_MAX, _TOP_K = torch.ops.aten.max.dim, torch.ops.aten.topk.default  # PhiMoE's routers, all others
 _MOST_EXPERTS = 64  # a larger `topk` chooses attention's keys, not experts
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

@@ -25,8 +25,9 @@ from shardtune.distributed.compiling import compiled_or_eager
 from shardtune.model import documents
 from shardtune.model.fsdp_groups import forward_only
 
-# Of logits, in the dtype of the matrix product. Each further chunk reads and writes the gradient of
-# the head's weight, in float32, once more: on a GPU 4096 tokens of 152,000 words are one chunk.
+# Logits of a chunk, in the dtype of the matrix product. Each further chunk reads and writes the
+# float32 gradient of the head's weight once more, so a GPU takes 4096 tokens at once with a
+# vocabulary of 152,000.
 _CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 5 << 28}
 _SOFTMAX_BYTES = 1 << 26  # the logits of a chunk in float32
 _BLOCK_ROWS = 1 << 13  # rows of the head's weight per block

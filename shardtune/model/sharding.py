@@ -72,7 +72,7 @@ def _shard_experts(
         fully_shard(
             experts,
             mesh=mesh["expert_shard"],
-            # As without a group of their own: the router's weights stay in float32.
+            # The router's weights stay in float32, as in a layer whose experts have no group.
             mp_policy=replace(policy, cast_forward_inputs=False),
             shard_placement_fn=partial(shard_placement, shards=copies),
         )

@@ -1,7 +1,7 @@
 """Find the parts of a model by the names and shapes in transformers' architectures.
 
-No other file decides which parameters are stacks of experts or factors of adapters, how many
-experts there are and a token meets, or which heads and types layers have.
+This file alone decides which parameters are stacks of experts or factors of adapters, the number of
+experts in total and per token, and the heads and types of layers.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
     logger.info(f"Attention: {attention.text}{detail}")
     try:
         require_shared(attention, layout)
-    except UserError as problem:  # this late it is no refusal: no small copy has shown it
+    except UserError as problem:  # the weights are loaded by now: fail with 1, not 2
         raise RunFailed(*problem.problems) from problem
     if heads:
         logger.info(describe_rows(model, layout.row_ranks))
@@ -98,7 +98,9 @@ def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial)
         if leak := trial.leak():
             separate_documents(mixers, at_once=False)
             at_once = False
-            logger.info(f"Layers with a state let documents mix at once ({leak:.1%} of the spread)")
+            logger.info(
+                f"Layers with a state mix documents in one call: {leak:.1%} of the logits' spread"
+            )
     how = "all documents at once" if at_once else "one call per document"
     kernels = ""
     if missing:

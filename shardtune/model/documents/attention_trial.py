@@ -53,8 +53,8 @@ class LogitsTrial:
         """
         # The document stands behind two others. If that shows nothing, it stands at the end of the
         # longest row of a micro-batch: some models go by the place in the row, and others lack
-        # positions for a long row. Ranks that share rows compare the tokens of their slices. Ranks
-        # that do not compute a gradient, too: it shows leaks that rounding in bfloat16 hides.
+        # positions for a long row. Ranks that share rows compare the tokens of their slices. Others
+        # try a gradient, too: it shows leaks that rounding in bfloat16 hides.
         if not self.compares:
             return 0.0
         assert self.alone is not None

@@ -1,4 +1,4 @@
-"""The experts of all tokens, which run while the tokens of other experts travel."""
+"""Run shared experts, which every token has, while tokens travel to routed experts."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class SliceConverter(WeightConverter):
             return {layer_name: stored if fits else stored.transpose(1, 2).contiguous()}
         if not _joins_or_cuts_rows(operations):
             return super().convert(layer_name, model, *more, **options)
-        # Slices of rows do not make a slice of the result if a model joins rows, such as those of
-        # the convolutions of queries, keys and values. So the whole tensors are read, and cut here.
+        # Some models join the rows of several tensors, such as the convolutions of queries, keys
+        # and values. Joined slices are not a slice of the joined tensor: read whole ones, then cut.
         for pattern, reads in self.collected_tensors.items():
             self.collected_tensors[pattern] = cast(Any, [partial(_read_whole, r) for r in reads])
         made = super().convert(layer_name, model, *more, **options)
@@ -289,7 +289,8 @@ def _sharded_class(
 
         @classmethod
         def is_custom_code(cls) -> bool:
-            # FSDP2's classes look like custom code, where transformers leaves buffers undefined.
+            # The class that FSDP2 makes looks like custom code, whose buffers transformers leaves
+            # undefined.
             return model_class.is_custom_code()
 
         @classmethod

@@ -29,7 +29,7 @@ _HEADER_BYTES = 100_000_000  # at most, as safetensors has it
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Endings of the names under which files hold the values and the scales of a quantised tensor.
 _FP8, _MXFP4 = ("", "_scale_inv"), ("_blocks", "_scales")
-_ACTIVATION_SCALE = "activation_scale"  # for engines that quantise activations, too
+_ACTIVATION_SCALE = "activation_scale"  # engines need it that also quantise activations
 
 
 def files_of_weights(folder: Path) -> list[str]:
