@@ -1,4 +1,4 @@
-"""What stays from Python: `shardtune.read_run` and `shardtune.plan`."""
+"""Offer Python programs names that stay: `shardtune.read_run` and `shardtune.plan`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of the fullest rank. Sizes are in bytes, times in seconds, traffic that of a step."""
+    """A plan of the fullest rank. Sizes are in bytes, times in seconds, traffic is per step."""
 
     fits: bool
     verdict: str

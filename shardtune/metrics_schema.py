@@ -60,7 +60,7 @@ class StepEntry(_Entry):
 
 @_described
 class EvalEntry(_Entry):
-    """An evaluation of all evaluation data; behind it one of each named set."""
+    """An evaluation of all evaluation data. An entry for each named set follows."""
 
     kind: Literal["eval"]
     step: Count

@@ -94,7 +94,7 @@ class Agent:
         self._checks_only = checks_only
         self._helper: Child | None = None
         if not environment.problems:
-            self._helper = start_helper(environment)  # a fork, before there is a socket
+            self._helper = start_helper(environment)  # it forks, so no socket may be open yet
         self._ranks: NodeRanks | None = None
         self._signalled: str | None = None
 

@@ -37,8 +37,8 @@ class RankStatus:
     """The status of a rank, as the agent of its node sees it.
 
     `idle_s`: the time since its last progress. Outside of steps CPU time and I/O count as progress.
-    `stopped_s`: for how long its process is stopped. `frame`: the place of its Python code, read
-    when it has been idle for long. Other fields copy its record.
+    `stopped_s`: the time since a signal stopped its process. `frame`: the place of its Python code,
+    read when it has been idle for long. Other fields copy its record.
     """
 
     rank: int

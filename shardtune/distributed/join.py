@@ -156,7 +156,7 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 def describe(world: World) -> str:
     """Return the `Training Configuration:` block of this node."""
-    is_launched = "RANK" in os.environ  # else an address may be set all the same, and is not used
+    is_launched = "RANK" in os.environ  # without a launcher MASTER_ADDR may be set, but unused
     master, nodes = "none, a single process", 1
     if is_launched:
         master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -36,11 +36,12 @@ class Meshes:
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
     before: Link | None = None  # to the stage before this rank's
-    behind: Link | None = None  # to the one behind
+    behind: Link | None = None  # to the stage behind it
     # With replicas: the mesh of all copies, whose dimensions are in the order in which they cut a
     # weight, `replicate` last.
     of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
-    # On GPUs the ranks of `shard` and `expert_shard` once more: collectives of one group queue.
+    # On GPUs second groups of the ranks of `shard` and `expert_shard`: collectives of one group
+    # would queue, reductions behind gathers.
     for_reductions: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     rows: dist.ProcessGroup | None = None  # the ranks that share each row with this one
 

@@ -58,7 +58,7 @@ class Progress:
 
     @contextlib.contextmanager
     def message(self) -> Iterator[None]:
-        """Mark a message between stages, within `waiting`."""
+        """Mark the current wait as one for another stage; call within `waiting`."""
         self.record.waits_for_stage = True
         try:
             yield

@@ -22,7 +22,7 @@ FIRST_STEP_TIMEOUT_S = 1800.0  # it also compiles, warms up disks and evaluates
 STACK = "SHARDTUNE_STACK_FILE"  # path of the file that faulthandler writes this rank's stack to
 STACK_SIGNAL = signal.SIGUSR2  # asks for the stack
 _MOST_LINES, _LINE_CHARACTERS = 100, 1000
-_OUTCOME_BYTES = 1 << 20  # JSON takes at most six for a character; unused pages take no memory
+_OUTCOME_BYTES = 1 << 20  # JSON takes at most 6 bytes a character; unused pages are free
 
 
 class Phase(StrEnum):
@@ -72,8 +72,8 @@ class RankRecord(ctypes.Structure):
     """One rank's record, in which the agent sees every assignment. The rank is its only writer.
 
     `arrivals` counts the places at which the rank needed other ranks, and `meetings` the places at
-    which it needed all. Ranks of one `stage` have the same places. `waits_for_stage`: it waits for
-    a message between stages. `thread` identifies the thread whose stack says where the rank is.
+    which it needed all. Ranks of one `stage` have the same places. `waits_for_stage`: the rank
+    waits for a message of another stage. `thread`: the thread whose stack says where the rank is.
     `has_started`: faulthandler listens. `limits_steps`: a step has ended, and from now on none may
     take longer than its time limit.
     """

@@ -223,7 +223,7 @@ class _Planner:
             # FSDP2 keeps the root (embedding, norm, head) from the forward to the backward anyway.
             gathers = 2 * micro_batches if number else micro_batches
             traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
-        return policy, sum(sizes[1:])  # the root is gathered at each peak anyway
+        return policy, sum(sizes[1:])  # without the root, which each peak counts
 
 
 def _moved(plan: Plan, by: int) -> Plan:

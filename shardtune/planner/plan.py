@@ -20,7 +20,7 @@ class Plan(Estimate):
     trained_parameters: int
     states: StateBytes
     policies: tuple[ReshardPolicy, ...]  # one per stage
-    tiles: int  # in which experts and MLPs run, see `tile_layers`
+    tiles: int  # tiles of experts and MLPs, see `tile_layers`
     needed_bytes: int  # the peak if no group stayed gathered in memory that is left
     peaks: dict[str, Peak]  # by phase, with states, without the device's allowance
     attention: str  # the attention that the model takes; empty in a bound

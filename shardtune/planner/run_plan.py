@@ -181,7 +181,7 @@ class RunPlan:
         timeout_s = min(_SIMULATED_WITHIN_S, self._run.config.distributed.step_timeout_s / 2)
         try:
             out, err = self._process.communicate(timeout=timeout_s)
-            return json.loads(out.strip().splitlines()[-1])  # libraries may print before
+            return json.loads(out.strip().splitlines()[-1])  # libraries may print lines before it
         except subprocess.TimeoutExpired:
             self._process.kill()
             why = f"it took more than {timeout_s:.0f} s"

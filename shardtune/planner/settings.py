@@ -44,7 +44,7 @@ def same_training(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[
     elif is_gpu and layout.checkpointing == "full":
         price = "layers' inputs travel to host memory and back"
         yield [({"model.activation_checkpointing": "offload"}, price)]
-    elif is_gpu:  # host memory may be what is short
+    elif is_gpu:  # host memory may be the scarce one
         yield [({"model.activation_checkpointing": "full"}, "layers' inputs take the GPU's memory")]
     if layout.offloads:
         yield [({"optimizer.offload": False}, "masters and moments take the GPU's memory")]

@@ -87,7 +87,7 @@ def compile_update(optimizer: ShardedOptimizer, config: Config, world: World) ->
             f"model.compile=true: the optimizer cannot be compiled here ({per_rank[rank]}) - "
             "install the missing part, such as a C++ compiler on a CPU, or use model.compile=false"
         )
-    if compiling.can_compile(device):  # else `can_compile` has logged it
+    if compiling.can_compile(device):  # if not, `can_compile` has logged it
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 
@@ -136,9 +136,9 @@ def squared_gradients(
     parameters: Iterable[nn.Parameter], host: HostStates | None = None
 ) -> torch.Tensor:
     """Return the sum of the squares of this rank's part of all gradients, a float64 scalar."""
-    # A CPU sums in float64, as its float32 sum of a large tensor is wrong by a percent, and in
-    # pieces, as each is copied to float64. A GPU reads each gradient once: the norms of short rows
-    # are summed up in float32, right to 1e-6, and their squares in float64.
+    # A CPU's float32 sum of a large tensor is wrong by 1%, so a CPU sums copies in float64, made
+    # piece by piece. A GPU reads each gradient once: it takes norms of short rows in float32, right
+    # to 1e-6, and sums their squares in float64.
     if host:
         host.sent.finish()
     norms: list[torch.Tensor] = []

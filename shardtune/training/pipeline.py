@@ -39,7 +39,7 @@ class Stage:
         self._before, self._behind = world.meshes.before, world.meshes.behind
         # Received hidden states and output of each micro-batch whose backward has not come yet.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
-        self._to_come = deque[tuple[Batch, bool]]()  # passes: a forward or not
+        self._to_come = deque[tuple[Batch, bool]]()  # a pass: its batch, whether it is a forward
         self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._shared_weight, self._other_owner = owned.shared, 0

@@ -177,12 +177,10 @@ def why_not_merged(assets: Mapping[str, bytes]) -> str:
 
 
 def why_other_weights(assets: Mapping[str, bytes]) -> str:
-    """Return why the source's weights are not those of the run, or "". It reads all of them.
-
-    Older checkpoints do not name them.
-    """
+    """Read the source's weights; return why they are not the weights of the run, or ""."""
     source = json.loads(assets[SOURCE])
     folder, trained_on = model_folder(source["path"]), source.get("weights")
+    # Older checkpoints lack the digest of the weights.
     if folder is None or trained_on in (None, digest := weights_digest(folder)):
         return ""
     return (

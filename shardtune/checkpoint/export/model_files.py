@@ -311,10 +311,10 @@ def _are_equal(first: Sliceable, other: Sliceable) -> bool:
 def require_index(folder: Path, path: str) -> None:
     """Look for a model's tensors in the index of its files, before these are fetched.
 
-    Quantised tensors have other names there, and a single file has no index.
+    Quantised sources are skipped, because their index has other names; a single file has no index.
 
     Raises:
-        UserError: it lacks tensors of the model `path`.
+        UserError: the index lacks tensors of the model `path`.
     """
     index, config = folder / INDEX, model_assets(folder)["config.json"]
     if not index.is_file() or QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8"):

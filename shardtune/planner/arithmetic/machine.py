@@ -21,7 +21,7 @@ DISK_BYTES_PER_S = 2 * 10**9
 
 @dataclass(frozen=True)
 class Machine:
-    """The nodes of a plan. 1 GB is 1e9 bytes, and rates are of one direction."""
+    """The nodes of a plan. 1 GB is 1e9 bytes. A rate counts the bytes of one direction."""
 
     nodes: int
     ranks_per_node: int

@@ -62,9 +62,9 @@ class Step:
 class Measured:
     """Memory, traffic and kernels of one rank in a step of `layers` layers.
 
-    `peaks`: by phase and place. A layer's place is its number, counted from the end in the second
-    half. `pools`: peak bytes by phase, place and stream. `traffic` and `kernels`: first of the
-    evaluation's forward, then of each micro-batch, and last of what follows the micro-batches.
+    `peaks`: by phase and place. A layer's place is its index; in the second half of the layers, its
+    negative index. `pools`: peak bytes by phase, place and stream. `traffic` and `kernels`: of the
+    evaluation's forward, then of each micro-batch, and last of all that follows the micro-batches.
     """
 
     layers: int
@@ -77,7 +77,7 @@ class Measured:
     def step_traffic(self, micro_batches: int) -> Counter[Collective]:
         """Return the traffic of a step with this number of micro-batches."""
         total = _step(self.traffic, micro_batches)
-        # A message may arrive one micro-batch early, so each gets the mean of all.
+        # A message may arrive one micro-batch early: take the mean over the micro-batches.
         for collective in [key for key in total if key.kind == "send"]:
             sizes = [micro_batch[collective] for micro_batch in self.traffic[1:-1]]
             behind = self.traffic[-1][collective]
@@ -125,10 +125,10 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
 
 
 def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
-    """Simulate an evaluation, and a step of three micro-batches, or of one more than stages.
+    """Simulate an evaluation, and a step of max(3, stages + 1) micro-batches.
 
     The first micro-batch finds no gradients, the second does, and the last reduces gradients that
-    were kept. Further ones are like the second. A pipeline needs one more than it has in flight.
+    were kept. Further micro-batches are like the second. A pipeline has `stages` of them in flight.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.

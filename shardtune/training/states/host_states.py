@@ -32,7 +32,7 @@ class HostStates:
     """Holds masters, moments and gradients of the parameters that this rank updates.
 
     Attributes:
-        masters: weights in their own dtype; the device keeps them rounded.
+        masters: weights in `master_dtype`; the device has them in the compute dtype.
         sent: the gradients.
     """
 
@@ -101,8 +101,8 @@ class HostStates:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield pieces of a parameter's tensors on the device, to be updated in place."""
         # Three streams overlap: copies in, kernels, copies out. At most PIECES pieces are on the
-        # device, so that memory does not grow with a weight. A master takes its weight's place, and
-        # the weight is rounded from it.
+        # device, so that memory does not grow with a weight. A master is updated in place of its
+        # weight, which then becomes the rounded master.
         weight, master = matrices["weight"], self.masters.get(parameter)
         if master is not None:
             matrices = {**matrices, "weight": to_local(master).view(weight.shape)}

@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a parameter before its first step."""
-        tensors = {"step": torch.zeros((), dtype=torch.float32)}  # on the host, which reads it
+        tensors = {"step": torch.zeros((), dtype=torch.float32)}  # the host reads it
         local = to_local(parameter)
         zeros = (
             self.host.zeros if self.host else functools.partial(torch.zeros, device=local.device)
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient. Raises ValueError for a closure."""
         # A closure would compute gradients again, outside of the step's order of collectives.
         if closure is not None:
-            raise ValueError("gradients are taken as they are - give no closure")
+            raise ValueError("a closure would compute gradients again - call step() without one")
         with self.host.updating() if self.host else nullcontext():
             for group in self.param_groups:
                 self._update_group(group)

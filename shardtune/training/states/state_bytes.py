@@ -17,7 +17,7 @@ from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 class StateBytes:
     """The bytes of this rank's parameters, of their gradients and of the optimizer's state.
 
-    With `optimizer.offload` the first three are the device's part alone.
+    With `optimizer.offload` the first three attributes count the device's part alone.
     """
 
     parameters: int
