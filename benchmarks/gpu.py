@@ -90,7 +90,7 @@ def main(options: Namespace) -> None:
             rows += measure(options, shape, model, layers, length)
             text = "\n".join([*about, *table(f"{header}| attention |", rows)])
             options.results.write_text(text, encoding="utf-8")
-        shutil.rmtree(model)  # several times 10 GB
+        shutil.rmtree(model)  # its files have several times 10 GB
     print(f"Written: {options.results}")
     if FAILED:
         sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")

@@ -37,7 +37,7 @@ from shardtune.model.source.files import read_model_config
 
 VOCABULARY = 151552  # as GLM-4.5 has
 _WIDTH = 1024
-# In float32: logit, log-probability, gradient. In bfloat16: logit and gradient.
+# Logit, log-probability and gradient in float32; logit and gradient in bfloat16, too.
 _NAIVE_BYTES_PER_LOGIT = 16
 
 
@@ -45,7 +45,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     """Return the figures of each way.
 
     Raises:
-        Unequal: their losses differ.
+        Unequal: the ways have different losses.
     """
     peaks, tokens = {}, options.head_tokens
     while _NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > psutil.virtual_memory().available:

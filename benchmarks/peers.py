@@ -39,7 +39,7 @@ WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one ste
 
 
 class Watch(TrainerCallback):
-    """Notes the ends of optimizer steps, by clock and CPU, and their losses."""
+    """Notes when each optimizer step ends, in wall and CPU time, and its loss."""
 
     def __init__(self) -> None:
         self.began = 0.0

@@ -269,7 +269,8 @@ def _distance(run_dir: Path, expected: Losses, trained: Path) -> Row | str:
     exported, stored = dict(_tensors(run_dir / "model")), dict(_tensors(trained))
     if names := exported.keys() ^ stored.keys():
         return f"exports other tensors: {', '.join(sorted(names)[:3])}"
-    # The distance of a small weight (a bias began at 0) is relative to the most that steps change.
+    # The norm of a weight may be near 0 (biases begin at 0). The distance is then relative to the
+    # largest change that the steps can make.
     weights = _largest(
         _norm(exported[name] - tensor) / max(_norm(tensor), STEPS * _LR * tensor.numel() ** 0.5)
         for name, tensor in stored.items()

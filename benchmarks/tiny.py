@@ -210,7 +210,7 @@ def _with_fewer_layers(given: dict[str, Any], values: Mapping[str, Any]) -> dict
             settings = per_layer.get(f"{layer:02d}", {})
             narrow = {name: _sized(name, value) for name, value in settings.items()}
             _keep_equal_heads(narrow, settings)
-            if "qk_nope_head_dim" in narrow:  # a window's layers are wider than the others
+            if "qk_nope_head_dim" in narrow:  # layers with a window have wider heads
                 rope = narrow.get("qk_rope_head_dim", given["qk_rope_head_dim"])
                 narrow["head_dim"] = narrow["qk_nope_head_dim"] + rope
             given["per_layer_config"][f"{i:02d}"] = narrow

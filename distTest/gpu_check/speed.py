@@ -41,7 +41,7 @@ _PUBLISHED = {("llama3-8b", True): "NeMo Automodel publishes 12,473 tokens/s for
 def _measure(shape: str, is_lora: bool) -> Outcome:
     length, layers, small = (128, 2, SMALL) if is_tiny() else (4096, None, None)
     part = slice_of(shape, length, math.inf, layers, small)
-    micro_batch_size = 2 if is_lora else 1  # with all weights the Trainer has no room for 2
+    micro_batch_size = 2 if is_lora else 1  # the Trainer has no room to train all weights with 2
     job = plan_job(
         part,
         *([f"lora.rank={_LORA_RANK}"] if is_lora else _ALL_WEIGHTS),

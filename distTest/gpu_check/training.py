@@ -19,7 +19,7 @@ from distTest.workloads.shapes import shape_of
 _AT_ONCE = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 # Relative, of losses: sums have another order, and bfloat16 sends some tokens to other experts.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-_FAST = "optimizer.lr=3e-3"  # moves the loss far enough to compare
+_FAST = "optimizer.lr=3e-3"  # a high rate moves losses far enough to compare
 
 
 def _settings(family: str, length: int, *more: str) -> list[str]:
@@ -43,7 +43,7 @@ def losses() -> Outcome:
     length = 128 if is_tiny() else 512
     settings = {name: _settings(name, length, "train.max_steps=8") for name in FAMILIES}
     pairs = list(product(FAMILIES, _TOLERANCE))
-    if is_tiny():  # a run takes the seconds of its imports
+    if is_tiny():  # each run takes seconds for its imports, so fewer are tried
         pairs = pairs[::3]
     cases = [(*pair, device) for pair in pairs for device in ("cuda", "cpu")]
 

@@ -84,7 +84,9 @@ def _scale_down(
         small |= {key: min(n, most) for key, n in values.items() if n and key.endswith(end)}
     if values.get(_HEADS):
         small[_HEADS] = 4
-    if heads := values.get(_KV_HEADS):  # for each query head, for a group or for all, as before
+    if heads := values.get(_KV_HEADS):
+        # The source has one key head per query head, per group of query heads, or for all: so has
+        # the tiny model.
         small[_KV_HEADS] = 4 if heads == values[_HEADS] else min(heads, 2)
     # A multiple of the ranks, so that each rank has an expert.
     small |= {key: ranks * -(-4 // ranks) for key in EXPERTS if values.get(key) is not None}

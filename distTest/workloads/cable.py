@@ -27,7 +27,7 @@ PORT = 29600
 
 
 def over_cable(out: Path, bits_per_s: int) -> list[str]:
-    """Return a prefix that runs a command of one process as these ranks."""
+    """Return a prefix that runs a one-process command as the ranks of two nodes on a cable."""
     return [sys.executable, "-m", "distTest.workloads.cable", str(out), str(bits_per_s)]
 
 

@@ -33,7 +33,7 @@ class Mix:
     median_tokens: float  # per chat
     sigma: float
     turns: tuple[int, int]  # the fewest and the most answers of a chat
-    answers: tuple[float, float]  # the smallest and the largest share of a chat's tokens
+    answers: tuple[float, float]  # their smallest and largest share of a chat's tokens
 
 
 MIXES = {

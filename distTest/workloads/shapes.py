@@ -40,8 +40,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 class Slice:
     """The first layers of a shape.
 
-    `parameters` count embedding and head, too. `whole`: the layers of the shape. `dense`: the
-    layers before the first with experts.
+    `parameters` count embedding and head, too. `whole`: the number of layers of the full shape.
+    `dense`: the number of layers before the first with experts.
     """
 
     model_type: str
