@@ -210,8 +210,8 @@ def accumulate_gradients(
     scale = world.layout.stage_ranks / max(1, step.trained_tokens)
     for batch, backwards in context.stage.passes(micro_batches):
         nll_sum += context.stage.forward(batch)
-        # Without stages the backward of this batch is due, and no other. A stage of a pipeline
-        # runs ahead: none is due after its first forwards, and several are due after its last.
+        # Without stages only the backward of this batch is due. A stage of a pipeline runs ahead:
+        # no backward is due after its first forwards, and several are due after its last one.
         for number in backwards:
             # The last backward of a step reduces and frees all tensors that earlier ones have kept.
             context.reshard.before_backward(model, number == len(micro_batches) - 1)

@@ -25,8 +25,8 @@ from shardtune.config import RunConfig
 
 _ROWS, _STEPS, _LR, _LORA_RANK = 4, 6, 1e-4, 16
 _TIMED = slice(2, None)  # steps: the first ones compile
-# Relative, of the first loss in bfloat16. Other weights or rows change it by only 1e-3: with random
-# weights it is near the logarithm of the vocabulary.
+# A relative difference of first losses, in bfloat16. Other weights or rows change a first loss by
+# only 1e-3: with random weights it is near the logarithm of the vocabulary.
 _TOLERANCE = 3e-4
 _ALL_WEIGHTS = (
     "model.master_dtype=bfloat16",

@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet befor
 
 _POLL_S = 0.1
 _FRAMES = 12  # the innermost frames of a stuck rank's stack that a line shows
-_SILENT_S = 40.0  # between agents, while ranks run
-# A lost connection is a symptom: node 0 waits so long for the rank or node that caused it.
+_SILENT_S = 40.0  # silence of an agent, while ranks run
+# A lost connection is a symptom: node 0 waits this long for a report of the cause.
 _CAUSE_WITHIN_S = 15.0
 _END_BY_THEMSELVES_S = 3.0
 _KILLED_WITHIN_S = 15.0

@@ -46,8 +46,8 @@ class Batch:
     targets: torch.Tensor  # int64 [trained tokens]
     lengths: list[int]  # tokens of each document
     boundaries: torch.Tensor  # int32 [documents + 1]
-    # Where several ranks share a flat row, the tokens of each. All but `lengths` and `boundaries`
-    # are then those of this rank's slice.
+    # If ranks share a flat row: the number of tokens of each rank. All fields but `lengths` and
+    # `boundaries` then have this rank's slice alone.
     slices: list[int] | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:

@@ -324,9 +324,9 @@ class ChatEncoder:
     ) -> EncodedRecord:
         """Encode a prompt and its completion; the completion and one end token are trained.
 
-        Two texts: the prompt has the tokens that the model gets at inference, with BOS, even where
-        the completion would merge into the last one; `loss_on=all` trains the prompt too. Two lists
-        of messages: one conversation, in which only the completion's turns are trained.
+        A text as prompt has the tokens that the model gets at inference, with BOS, even where the
+        completion would merge into the last one; `loss_on=all` trains the prompt too. Two lists of
+        messages are one conversation, in which only the completion's turns are trained.
 
         Raises:
             ChatError: as `encode_messages`, or the tokenizer cannot begin a text as the completion.

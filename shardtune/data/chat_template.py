@@ -201,7 +201,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_bare_calls(self) -> bool:
-        """Whether the template takes calls that are not under `function`, or writes none."""
+        """Whether the template takes calls without a key `function`, or writes no calls."""
         call = {"name": NEXT_TEXT, "arguments": {"a": "b"}}
         message = {"role": "assistant", "content": "", "tool_calls": [call]}
         bare, whole = (

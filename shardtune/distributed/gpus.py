@@ -13,7 +13,7 @@ import torch.utils.deterministic
 
 _DEVICES = Path("/dev")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SMI_TIMEOUT_S = 120.0  # without persistence mode the driver starts for each question
+_SMI_TIMEOUT_S = 120.0  # without persistence mode each query starts the driver
 _NO_GPU_WANTED = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
 # https://docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of a major version of CUDA.
 _OLDEST_DRIVER = {"12": "525", "13": "580"}

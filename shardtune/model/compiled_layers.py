@@ -60,7 +60,7 @@ def _compiled_forward(
 ) -> Callable[..., Any]:
     """Return the compiled forward of a layer.
 
-    `keeps_products`: the compiler keeps products itself, so that no checkpointing is around it.
+    `keeps_products`: the compiler keeps the products, so that no checkpointing wraps the layer.
     `failed`: a list that all layers share. Its first entry, a reason, lets all of them run eager.
     """
     # transformers checkpoints inside the forward. Compiled together, a layer whose graph breaks,

@@ -10,7 +10,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # a plan reads config.json before torch is imported for seconds
+if TYPE_CHECKING:  # a plan reads config.json first: torch's import takes seconds
     import torch
     from torch import nn
     from transformers import PreTrainedModel
@@ -110,7 +110,7 @@ def top_k(model: PreTrainedModel) -> int:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses."""
-    # Mamba names its mixers, too. These are within layers, and are left out.
+    # Mamba lists its mixers in `_no_split_modules`, too. They are within layers: leave them out.
     names = set(model._no_split_modules or ())
     named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
     inner = {m for layer in named for m in [*layer.modules()][1:]}

@@ -96,8 +96,8 @@ def kinds_of_run(optimizer: ShardedOptimizer, world: World) -> dict[str, str]:
 
     A computation that one rank runs eager counts as eager.
     """
-    # They decide the last bits of a run's numbers: compiled kernels of a GPU round a product and a
-    # sum once, and divide less exactly.
+    # The kinds decide the last bits of a run's numbers: compiled kernels of a GPU round a product
+    # and a sum together, once, and divide less exactly.
     if world.device.type != "cuda":
         return {}
     kinds = dict(compiling.kinds)
@@ -159,7 +159,7 @@ def _norms(gradient: torch.Tensor) -> list[torch.Tensor]:
 
 def clip_gradients(optimizer: ShardedOptimizer, max_norm: float, norm: float) -> None:
     """Let the next step scale all gradients by max_norm / norm if the global norm is larger."""
-    # In float32, as PyTorch computes the factor on the device.
+    # PyTorch computes this factor in float32, on the device.
     inverse = 1 / (np.float32(norm) + np.float32(1e-6))
     optimizer.gradient_factor = min(float(np.float32(max_norm) * inverse), 1.0)
 

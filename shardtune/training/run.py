@@ -60,7 +60,7 @@ def open_run(config: Config, world: World) -> Run:
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
-    """Return the resumed run's policy, or None if its number of ranks or its mesh was another."""
+    """Return the resumed run's policy, or None if it had another number of ranks or mesh."""
     resumed = run.resumed
     if resumed is None or resumed.world_size != run.world.size:
         return None

@@ -148,7 +148,7 @@ def write_final_model(
         _write(adapter, last, run_dir.path / ADAPTER, run_dir, world)
         if not config.export.merge:
             return
-        # One rank may write, or all of them.
+        # Whether one rank writes or all do, every rank must have the same answer here.
         problem = world.on_local_rank0(lambda: why_not_merged(assets) or why_other_weights(assets))
         reports = world.all_gather_json([problem, world.node_name])
         problem = next((f"{problem} ({node})" for problem, node in reports if problem), "")

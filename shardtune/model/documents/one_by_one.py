@@ -76,8 +76,8 @@ def _beginning(value: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
 
 def _token_dim(value: torch.Tensor, tokens: int) -> int | None:
     """Return the dimension of a row's tokens, or None."""
-    # It follows the dimension of rows, whose size is 1. Without that it is the first dimension. Any
-    # other dimension of this size is a width.
+    # Tokens follow the dimension of rows, whose size is 1, or are the first dimension. Another
+    # dimension may have the same size, but is a width.
     dims = [dim for dim, size in enumerate(value.shape) if size == tokens]
     behind_row = [dim for dim in dims if dim and value.shape[dim - 1] == 1]
     return next(iter(behind_row or dims[: dims[:1] == [0]]), None)

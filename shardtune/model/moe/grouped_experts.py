@@ -3,8 +3,8 @@
 They equal transformers' `grouped_mm_experts_forward`, without its sorting: rows from other ranks
 are brought into order once. Each row's output is multiplied by the router's weight already.
 
-On GPUs `gathering_forward` stands for transformers' own, in which the gradient of a token's copies
-is a sum in any order: compiled, by atomic additions in bfloat16, so that no step repeats.
+On GPUs `gathering_forward` replaces transformers' forward, which sums the gradients of a token's
+copies in any order (compiled: atomic additions in bfloat16), so that no step would repeat.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def take_rows(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def inverse(order: torch.Tensor, length: int) -> torch.Tensor:
-    """Return where in `order` each of `length` numbers is; len(order) where it is not."""
+    """Return the place in `order` of each number below `length`; len(order) if it is missing."""
     places = order.new_full((length,), len(order))
     places[order] = torch.arange(len(order), device=order.device)
     return places

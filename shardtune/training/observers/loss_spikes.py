@@ -9,7 +9,7 @@ from shardtune.config import Config
 from shardtune.log import logger
 from shardtune.training.observers.observer import StepEnded, StepObserver
 
-_WINDOW = 50  # steps before it, with which a loss is compared
+_WINDOW = 50  # earlier steps, whose losses a loss is compared with
 _FEWEST = 20
 _DEVIATIONS = 10  # median deviations: 6.7 standard deviations of normally scattered losses
 _RATIO = 1.2  # a loss near 0 hardly scatters

@@ -223,7 +223,7 @@ def places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @functools.cache  # equal layers have equal boxes, so that the cache stays small
 def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """Return the number, in the whole tensor, of each row of a rank's box."""
-    # The box has a size, a first index and the tensor's size in every dimension but the last.
+    # `box` has (size, first index, the tensor's size) of every dimension but the last.
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for size, begin, length in box:
         rows = rows[..., None] * length + torch.arange(begin, begin + size, device=device)

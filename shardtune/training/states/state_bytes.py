@@ -48,7 +48,7 @@ def state_bytes(model: PreTrainedModel, optimizer: ShardedOptimizer, layout: Lay
     gradients = sum(to_local(p).numel() for p in trained) * gradient_bytes
     states = sum(chain(*map(optimizer.state_sizes, trained)))
     parameters = sum(to_local(p).nbytes for p in model.parameters())
-    steps = 4 * len(trained)  # each parameter has the number of its step
+    steps = 4 * len(trained)  # each parameter's `step` is a float32 scalar
     if not layout.offloads:
         return StateBytes(parameters, gradients, states + steps)
     # A group's gradients leave the device while the next group's gradients are reduced.
