@@ -192,7 +192,7 @@ def _rounding(model: PreTrainedModel) -> float | None:
         loops = [plain_training(copy.deepcopy(model))]
         model.set_attn_implementation("eager")
         loops.append(plain_training(model))
-    except (RuntimeError, ValueError):  # some architectures mix in float32, or have one attention
+    except (RuntimeError, ValueError):  # a layer stays float32, or has no eager attention
         return None
     return max(off for loop in loops for off in relative(loop, exact).values())
 

@@ -122,7 +122,7 @@ class ExpertsEntry(_Entry):
 
 @_described
 class RanksEntry(_Entry):
-    """With several ranks, every 10 steps: the rank that the others waited for."""
+    """The rank that other ranks waited for, every 10 steps of a run with several ranks."""
 
     kind: Literal["ranks"]
     step: Count

@@ -56,7 +56,7 @@ def device() -> Outcome:
         f"{rate / 1e12:.3g} TFLOP/s in bfloat16, "
         f"{figures['copy_bytes_per_s'] / 1e12:.3g} TB/s"
     )
-    # Small products say nothing of a GPU, and a pretended one has no rate.
+    # Small products do not show a GPU's rate, and a pretended GPU has none.
     problem = None if is_tiny() else slowness(rate, published)
     return require(list(filter(None, [held_by_others(held), problem])), summary, figures)
 

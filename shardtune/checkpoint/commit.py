@@ -217,7 +217,7 @@ def _commit(attempt: SaveAttempt) -> list[str]:
 def _keep_newest(directory: Path, keep: int, newest_first: Sequence[str]) -> None:
     """Delete the checkpoints that are older than the `keep`-th of these.
 
-    Each is renamed before it is deleted, so that none is ever seen in part.
+    Each checkpoint is renamed before it is deleted, so that no reader sees a part of one.
     """
     if len(newest_first) < keep:
         return

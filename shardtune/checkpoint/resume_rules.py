@@ -31,7 +31,7 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     Each field of `shardtune.config` says whether a resume may change it.
     """
     changes = changed_keys(resumed.state["config"], config)
-    # The digest decides about frozen weights, so their folder may have another name.
+    # Frozen weights are compared by their digest, so their folder may have another name.
     decided = {"model.path"} if "weights" in resumed.state else set()
     forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
     if unknown := [f"{key}={json.dumps(old)}" for key, old, _ in forbidden if key not in KEYS]:

@@ -76,7 +76,7 @@ def _run(child: Child, parent: int, pipe: Pipe, work: Callable[..., None], argum
     # A Ctrl-C reaches this process too; the parent says what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # it stays ignored, as SIGHUP by nohup
             signal.signal(number, signal.SIG_DFL)
     child.pipe.close()
     try:

@@ -149,7 +149,7 @@ class _Reception:
                 finally:
                     if hasattr(peer, "hello"):  # a node with another JOIN_SECRET learns of it
                         peer.send({"welcome": time.time(), "host": me.host})
-                await peer.receive(OF_OTHERS)  # a hello alone may be the copy of an earlier one
+                await peer.receive(OF_OTHERS)  # a replayed hello would get no further
             hello = peer.hello
             is_out = hello.node is not None and hello.node >= (me.nodes or math.inf)
             if is_out or (hello.node is None and not hello.problems):

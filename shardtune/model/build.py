@@ -121,7 +121,7 @@ def _sharding(
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[layout.reduce_dtype])
 
     def adapt_and_shard(model: PreTrainedModel, stored: torch.dtype = dtype) -> None:
-        # Some routers are float32 whatever is asked for, and FSDP2 takes one dtype for a group.
+        # Some routers are float32 in any model, and an FSDP2 group takes one dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(stored)

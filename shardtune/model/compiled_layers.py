@@ -22,7 +22,7 @@ from shardtune.model.traits import decoder_layers, is_stack
 
 
 def compile_layers(model: PreTrainedModel, setting: bool | str, world: World) -> None:
-    """Compile the forward of each layer as model.compile, the `setting`, says. Collective.
+    """Compile the forward of each layer by `setting`, the value of model.compile. Collective.
 
     If a layer cannot be compiled, its first call raises RunFailed with `true`; with `auto` the log
     says so, and all layers run eager.

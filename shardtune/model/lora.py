@@ -36,7 +36,7 @@ from shardtune.model.moe.grouped_experts import (
 )
 from shardtune.model.traits import FACTORS, decoder_layers, is_factor, is_in_list, is_stack
 
-_GROUPS = ("attention", "experts")  # that `lora.targets` may name
+_GROUPS = ("attention", "experts")  # the names that `lora.targets` may have
 _ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
 
 

@@ -40,8 +40,8 @@ _KEPT_OPERATORS = [
 # PyTorch does not notice it and makes wrong gradients.
 _CHANGED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
 
-# Spread experts have FSDP2's hooks within their layer. The hooks call these operators, labels for
-# the profiler, more often in recomputation than in the forward. Selective checkpointing would take
+# FSDP2's hooks of spread experts run within the layer. They call these operators, labels for the
+# profiler, more often in recomputation than in the forward. Selective checkpointing would take
 # them for part of the layer, and end the run.
 SAC_IGNORED_OPS.update(
     {

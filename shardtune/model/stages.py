@@ -78,7 +78,7 @@ class TiedStageOutput(StageOutput, nn.Linear):
 
 
 def divide_layers(costs: Sequence[float], stages: int) -> list[range]:
-    """Divide layers into consecutive parts, none empty, so that the highest cost is the least."""
+    """Divide layers into consecutive nonempty parts with the lowest possible highest cost."""
     # Dynamic programming over exact sums. Of several best divisions `min` takes the one whose
     # earlier parts are shorter, on every rank the same one, since ranks do not exchange it.
     number, sums = len(costs), [0.0, *accumulate(costs)]

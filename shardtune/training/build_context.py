@@ -168,7 +168,7 @@ def take_over_metrics(run: Run) -> None:
     last = max((e.get("time", "") for e, _ in kept if e["step"] == resumed.step), default="")
     lines = bytearray().join(line for _, line in kept)
     per_rank = world.all_gather_json([last, world.node_name, begins, len(lines)])
-    last, node, begins, size = max(per_rank, key=itemgetter(0))  # the first of equal ranks
+    last, node, begins, size = max(per_rank, key=itemgetter(0))  # if equal, the first rank
     source = per_rank.index([last, node, begins, size])
     if source == 0:
         return

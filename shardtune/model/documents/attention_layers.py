@@ -41,7 +41,7 @@ class OneByOne:
     def _hide_documents(self, _: nn.Module, ordered: Any, named: dict[str, Any]) -> Any:
         """Let the model make the masks of a row without documents."""
         # If transformers gets a mask of tokens, it does not look for documents in the positions.
-        # Tables of positions count tokens themselves, some from another number than 0.
+        # Learned tables of positions count tokens themselves. Some do not begin at 0.
         named = named | {"attention_mask": torch.ones_like(named["input_ids"])}
         if self._tables:
             named.pop("position_ids", None)

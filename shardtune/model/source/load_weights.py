@@ -48,8 +48,8 @@ _DTYPES = DTYPES_IN_SAFETENSORS | DTYPES_OF_PARTS
 class StoredTensor:
     """Reads slices of a tensor in a safetensors file, and no other bytes."""
 
-    # It stands for a slice of `safe_open`, which maps the file: a rank that needs columns would
-    # read whole rows, and an error of the disk would kill the process.
+    # It replaces a slice of `safe_open`, which maps the file: a rank that needs columns would read
+    # whole rows, and an error of the disk would kill the process.
 
     def __init__(
         self, file: IO[bytes], begin: int, dtype: str, shape: Sequence[int], reader: _Reader
