@@ -149,7 +149,7 @@ class BrokenRecords:
             self._alike[kind] += 1
 
     def removal(self) -> str:
-        """Return a command to leave these lines out, or "" if they are many or not of one .jsonl."""
+        """Return a command to leave these lines out, or "" if many or not of one .jsonl."""
         files, numbers = zip(*(place.rpartition(":")[::2] for place in self._places), strict=True)
         is_one = len(set(files)) == 1 and files[0].endswith((".jsonl", ".ndjson"))
         if not is_one or self.count > NAMED_PROBLEMS:
