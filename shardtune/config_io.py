@@ -159,7 +159,7 @@ def load_config(
 
 
 def remarks(config: Config) -> list[str]:
-    """Return a line for each value that was set, and that another setting switches off."""
+    """Return a line for each value, but for defaults, that another setting switches off."""
     data = config.data
     has_eval_data = data.eval is not None or data.eval_fraction > 0
     no_lora = config.lora.rank is None and "lora.rank is null, so every weight is trained"

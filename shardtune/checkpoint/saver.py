@@ -38,8 +38,8 @@ from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import SaveEntry
 
-_STUCK_AFTER_S = 90  # past the deadline: an attempt that has not ended by then waits for a dead
-_STUCK_AFTER_S = 90  # disk
+# After the deadline: an attempt that has not ended by then waits for a dead disk.
+_STUCK_AFTER_S = 90
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class ChatTemplate:
         self.knows_tool_calls = "tool_calls" in names
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with more options. Raises RecordError for one that is set already."""
+        """Return the template with more options. RecordError: users may not set one of them."""
         if taken := taken_options(self.tokenizer) & options.keys():
             raise RecordError(f"chat_template_kwargs.{min(taken)}: {TAKEN}")
         template = ChatTemplate(*self._given, self.options | dict(options))

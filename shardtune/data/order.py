@@ -127,7 +127,7 @@ def shuffle_groups(
     and a for a pair: per token c (1 + A / B), A = sum(L^2) / T, B = 2 c / a, from 7,000
     (SmolLM2-135M) to 60,000 (Llama-3-8B). The order must not depend on the model, so B is
     8,192 for every model. Costs that differ by less than 3% are alike. A row's share of trained
-    tokens does not count: steps of rows with equal shares would weigh tokens differently.
+    tokens does not count: if rows were grouped by it, steps would weigh tokens differently.
     """
     order = random.permutation(n_rows)
     n_grouped = n_rows - n_rows % _GROUP_ROWS

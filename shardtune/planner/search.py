@@ -105,14 +105,14 @@ class Search:
         return next(iter(self._try(groups, 1 / _MARGIN, wanted=1)), None)
 
     def fewest_nodes(self) -> Estimate | None:
-        """Return, by arithmetic, a mesh on the fewest nodes of this kind that hold the run.
+        """Return, by arithmetic, a mesh that holds a run on about the fewest nodes, from its own on.
 
         Layers keep their inputs alone: with all activations long rows fit on no number of nodes.
         """
         nodes, most = self.plan.machine.nodes, _MOST_RANKS // self.plan.machine.ranks_per_node
         while nodes <= most:
             if mesh := self._on_nodes(nodes):
-                # Half as many nodes did not hold it. Eight numbers between them are enough to try.
+                # After a doubling half as many did not hold it: try some numbers in between.
                 step = max(1, nodes // 8)
                 fewer = map(self._on_nodes, range(nodes // 2 + step, nodes, step))
                 return next(filter(None, fewer), mesh)

@@ -57,7 +57,7 @@ def _backward(
     window: int,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `query`, `key`, `value` and `sink`; empty ones without a sink."""
+    """Return the gradients of `query`, `key`, `value` and `sink`; the last is empty without one."""
     # They have the memory layout of the projections, whose backward reads them.
     grad_query, grad_key, grad_value = (
         x.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in (query, key, value)

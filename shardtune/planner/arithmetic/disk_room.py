@@ -28,7 +28,7 @@ def require_room(
     config: Config,
     resumed: str | None,
 ) -> None:
-    """Log that a disk will be full before the run ends.
+    """Log it if a disk will be full before the run ends.
 
     `checkpoint_bytes`, `exported_bytes`: this disk's part of one checkpoint, and of all models.
     `resumed`: the name of the checkpoint that the run resumes.

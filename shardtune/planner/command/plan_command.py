@@ -66,7 +66,7 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
 
 
 def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | None]:
-    """Return the mesh on the fewest nodes for all weights, and for adapters."""
+    """Return the mesh on the fewest nodes for adapters and, unless they are given, all weights."""
     if plan.config.lora.rank:
         return {"adapters": Search(plan, simulations).fewest_nodes()}
     config = with_values(plan.config, ADAPTERS)

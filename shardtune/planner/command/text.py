@@ -179,7 +179,7 @@ def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Itera
 def describe_room(plan: Plan, room: Mapping[str, Estimate | None]) -> Iterator[str]:
     """Yield a table of the fewest nodes for a model whose states alone exceed the memory.
 
-    `room`: the mesh on the fewest nodes, by "all weights" and "LoRA".
+    `room`: the mesh on the fewest nodes for all weights and for adapters, by these words.
     """
     states, memory = gb(plan.states.total), gb(plan.machine.memory_bytes)
     yield (

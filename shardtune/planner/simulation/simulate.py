@@ -125,7 +125,7 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
 
 
 def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
-    """Simulate an evaluation, and a step of max(3, stages + 1) micro-batches.
+    """Simulate an evaluation, and a step of max(3, stages + 1) micro-batches or all, if fewer.
 
     The first micro-batch finds no gradients, the second does, and the last reduces gradients that
     were kept. Further micro-batches are like the second. A pipeline has `stages` of them in flight.

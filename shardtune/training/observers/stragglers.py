@@ -32,7 +32,7 @@ _HOST = socket.gethostname()
 
 
 class Stragglers(StepObserver):
-    """Writes the slowest rank of ten steps to `metrics.jsonl`; logs one that is slow twice."""
+    """Writes the slowest rank of ten steps to `metrics.jsonl`; logs one slow twice in a row."""
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._world = metrics, world
