@@ -105,7 +105,7 @@ class Search:
         return next(iter(self._try(groups, 1 / _MARGIN, wanted=1)), None)
 
     def fewest_nodes(self) -> Estimate | None:
-        """Return, by arithmetic, a mesh that holds a run on about the fewest nodes, from its own on.
+        """Return, by arithmetic, a mesh that holds a run on about the fewest nodes.
 
         Layers keep their inputs alone: with all activations long rows fit on no number of nodes.
         """
