@@ -135,12 +135,12 @@ def _add_directories(parser: Parser, help_: str) -> None:
 
 
 def _plan(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.planner.command.options import add_plan_arguments, read_config, split_nodes
+    from shardtune.planner.command.options import add_plan_arguments, read_run_config, split_nodes
 
     add_plan_arguments(parser)
     runs = split_nodes(parser.parse_intermixed_args(arguments))
     for each in runs:
-        read_config(each)  # refused before torch is imported
+        read_run_config(each)  # refused before torch is imported
     from shardtune.planner.status_lines import status_lines
 
     with status_lines() as say:

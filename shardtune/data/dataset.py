@@ -24,7 +24,7 @@ from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.chat_template import TAKEN, taken_options
 from shardtune.data.duplicates import RecordHashes, describe_duplicates
 from shardtune.data.hub import hub_problem
-from shardtune.data.model_type import read_config
+from shardtune.data.model_type import read_config_json
 from shardtune.data.outcomes import (
     NAMED_PROBLEMS,
     TOO_LONG,
@@ -147,7 +147,7 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
     try:
-        model_config = read_config(model_path)
+        model_config = read_config_json(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path, config=model_config)
         stops = stop_token_ids(tokenizer, model_path, model_config)
         name = f"the chat template of {model_path}"

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
-def read_config(path: str) -> PreTrainedConfig:
+def read_config_json(path: str) -> PreTrainedConfig:
     """Read a config.json, also one that has a name of its own for a type of transformers.
 
     Raises:

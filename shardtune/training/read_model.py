@@ -24,7 +24,7 @@ from shardtune.model.source.quantised import describe_quantised
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weights_digest
 from shardtune.model.stages import require_composable
-from shardtune.training.observers.sinks import require_packages
+from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run
 
@@ -42,7 +42,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
             lambda: all_of(
                 lambda: _read_trainable(config, world),
                 lambda: dataset.find_sources(config.data) if world.is_node_main else None,
-                lambda: require_packages(config.logging) if world.is_main else None,
+                lambda: require_trackers(config.logging) if world.is_main else None,
             )
         )
         world.on_rank0(lambda: require_documents_apart(world.layout, model_config))

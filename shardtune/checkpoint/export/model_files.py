@@ -31,7 +31,7 @@ from shardtune.checkpoint.assets import SOURCE, model_assets, with_dtype, withou
 from shardtune.checkpoint.export.listing import LISTING, Entries, listing_json, read_listing
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
-from shardtune.data.model_type import read_config
+from shardtune.data.model_type import read_config_json
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.source.load_weights import open_tensors
@@ -331,7 +331,7 @@ def on_meta(config: bytes) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config)
         try:
-            values = read_config(folder)
+            values = read_config_json(folder)
         except ValueError as error:
             raise UserError(
                 f"this transformers does not know the checkpoint's model: {error} "

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
 from shardtune.data.hub import hub_problem
-from shardtune.data.model_type import read_config
+from shardtune.data.model_type import read_config_json
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.source.config_json import beyond_positions, not_trained
@@ -57,7 +57,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         "no model configuration that transformers can read",
         "name a hub id or a directory with a config.json",
     ):
-        config = _read_config(path)
+        config = _read_known_config(path)
     if problem := not_trained(config.model_type):
         raise UserError(problem)
     take_quantization(config, path)
@@ -77,9 +77,9 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     return config
 
 
-def _read_config(path: str) -> PreTrainedConfig:
+def _read_known_config(path: str) -> PreTrainedConfig:
     try:
-        return read_config(path)
+        return read_config_json(path)
     except ValueError as error:
         values, _ = PreTrainedConfig.get_config_dict(path)
         kind = values.get("model_type")

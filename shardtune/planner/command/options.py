@@ -61,8 +61,8 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def read_config(options: argparse.Namespace) -> Config:
-    """Read the configuration to plan.
+def read_run_config(options: argparse.Namespace) -> Config:
+    """Read the configuration of the run to plan.
 
     Raises:
         UserError: the configuration is refused, or a number of the machine is not above 0.

@@ -25,7 +25,7 @@ from shardtune.model.stages import require_composable
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.run_length import run_length
-from shardtune.planner.command.options import RATES, read_config
+from shardtune.planner.command.options import RATES, read_run_config
 from shardtune.planner.command.text import describe, describe_changes, describe_room
 from shardtune.planner.command.verdict import lacking, verdict
 from shardtune.planner.launch_arguments import as_arguments, launch_command
@@ -88,7 +88,7 @@ def plan_config(
     Raises:
         UserError: the run would be refused.
     """
-    config = read_config(options)
+    config = read_run_config(options)
     model_config = read_planned_config(config, say)
     simulations = Simulations(model_config)
     say("simulating a step as configured")

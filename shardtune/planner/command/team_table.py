@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from shardtune.config import Config
 from shardtune.errors import DoesNotFit
-from shardtune.planner.command.options import read_config
+from shardtune.planner.command.options import read_run_config
 from shardtune.planner.command.plan_command import machine_of, read_planned_config
 from shardtune.planner.command.text import table
 from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
@@ -35,12 +35,12 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     Raises:
         UserError: the run would be refused, or nothing fits (code 3).
     """
-    simulations = Simulations(read_planned_config(read_config(runs[0]), say))
+    simulations = Simulations(read_planned_config(read_run_config(runs[0]), say))
     rows: list[list[str]] = []
     lines: list[str] = []
     print(*table(_HEAD, []), flush=True)
     for options in runs:
-        config = read_config(options)
+        config = read_run_config(options)
         adapters = {} if config.lora.rank else ADAPTERS
         for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
             say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")

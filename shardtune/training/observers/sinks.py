@@ -30,7 +30,7 @@ Entry = Mapping[str, Any]
 Write = Callable[[Entry], None]
 
 
-def require_packages(config: LoggingConfig) -> None:
+def require_trackers(config: LoggingConfig) -> None:
     """Raise UserError for a tracker whose package is not installed."""
     wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
     missing = [name for name, is_on in wanted.items() if is_on and find_spec(name) is None]
