@@ -77,7 +77,7 @@ def main() -> None:
             context.metrics,  # closes its files and trackers
             collected_by_micro_batch(),  # all ranks collect garbage at the same places
             step_fits(world.layout),  # says which keys to change where memory runs out
-            plan.compared(context.metrics),
+            plan.compared(context.metrics),  # writes predicted and measured memory and time
         ):
             last_checkpoint = train(context, pending_evaluation)
     # Every trained step is saved: from here on a rank may end without other ranks.
@@ -119,11 +119,11 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
             # A thread writes the checkpoint, and the run may not end before it.
             last_checkpoint = context.saver.finish()
         for observer in observers:
-            observer.step_saved()
+            observer.between_steps()
         if status is RunStatus.STOPPED:
             raise preempted(context, step.number, stop)
         began = time.perf_counter()  # neither evaluations nor saves are time of a step
-    assert last_checkpoint
+    assert last_checkpoint  # from the last step, or from the resume of a run without steps left
     return last_checkpoint
 
 
@@ -212,10 +212,10 @@ def accumulate_gradients(
         nll_sum += context.stage.forward(batch)
         # Without stages only the backward of this batch is due. A stage of a pipeline runs ahead:
         # no backward is due after its first forwards, and several are due after its last one.
-        for number in backwards:
+        for index in backwards:
             # The last backward of a step reduces and frees all tensors that earlier ones have kept.
-            context.reshard.before_backward(model, number == len(micro_batches) - 1)
-            context.stage.backward(micro_batches[number], scale)
+            context.reshard.before_backward(model, index == len(micro_batches) - 1)
+            context.stage.backward(micro_batches[index], scale)
             collect_if_due()
     context.stage.finish()
     return nll_sum, optim.squared_gradients(context.stage.own_parameters(), context.host)

@@ -29,5 +29,5 @@ class StepObserver:
     def step_ended(self, ended: StepEnded) -> None:
         """Take the numbers of a step, before its evaluation and its save."""
 
-    def step_saved(self) -> None:
-        """Do long work: evaluation and save of the step have begun, and no clock runs."""
+    def between_steps(self) -> None:
+        """Do long work after each step and its evaluation and save, while no clock runs."""

@@ -71,7 +71,7 @@ class StepProfiler(StepObserver):
             self._profile.stop()
             self._last_profiled = ended.step.number
 
-    def step_saved(self) -> None:
+    def between_steps(self) -> None:
         """Write the files of a profile that has ended, once."""
         # Only here, since it takes seconds: no clock runs, and no rank waits in the step.
         if self._profile is None or not self._last_profiled:
