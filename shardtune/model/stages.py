@@ -181,7 +181,7 @@ def require_composable(layout: Layout, model_config: PreTrainedConfig) -> None:
     except Exception:  # a width that `small_copy` does not know shows in the forward alone
         expected = None
     if whole is None or expected is None:
-        raise UserError(f"{key}: no small copy of {kind} can be cut on trial - use 1")
+        raise UserError(f"{key}: no small copy of {kind} can be built to try in stages - use 1")
     cut = len(decoder_layers(whole)) // 2
     try:
         first, hidden = copy.deepcopy(whole), torch.float32
