@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_number(self, node: yaml.Node) -> int | float:
-        """Return an integer for `1e3` too, which keys of floats take as well."""
+        """Return an integer for `1e3` too; float keys accept an integer."""
         number = float(node.value)
         return int(Decimal(node.value)) if number.is_integer() else number
 

@@ -2,7 +2,7 @@
 
 python -m distTest.gpu_check [--more] [--limit-s 3000] [--only NAME ...] [--out DIR]
 
-It makes the checks that fit into nine minutes; `--more` leaves the first ones out. This file needs
+It makes the checks that fit into nine minutes; `--more` makes the rest. This file needs
 the standard library alone, so an old Python can run it. A check is skipped by name if its PyTorch
 is too old or its peer is absent. A check that crashes is a failure by name, and the next ones go
 on. Ends with 1 if a check failed.
@@ -94,7 +94,7 @@ def read_options() -> argparse.Namespace:
     names = [check.name for check in CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
-        "--more", action="store_true", help=f"begin with {SECOND[0].name}, behind the first checks"
+        "--more", action="store_true", help=f"skip the first checks and begin with {SECOND[0].name}"
     )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
     parser.add_argument(

@@ -7,10 +7,10 @@ checkpoint_0001000/
                            adapters alone, for the model that they were trained on)
   COMPLETE                 written last; holds the manifest's digest
 
-A save passes train_state, slices, saver, staging, safetensors_writer, commit and manifest; a resume
-run_dir, resume, resume_rules (which refuses a changed key), verify and load; free_space says what a
-disk has room for. Models are made by export/ with assets. Every system call that changes a file is
-in durable_fs.
+A save runs through train_state, slices, saver, staging, safetensors_writer, commit and manifest. A
+resume runs through run_dir, resume, resume_rules (which refuses a changed key), verify and load.
+free_space computes whether a disk has room. export/ makes models, with assets. durable_fs makes
+every system call that changes a file.
 """
 
 from shardtune.checkpoint.free_space import Disk, find_disks

@@ -144,7 +144,7 @@ def _measure(
 
 
 def _exchange(device: torch.device, stage_ranks: int) -> None:
-    """Send a message to the rank of the next stage; the last one's next is the first.
+    """Send a message to the rank of the next stage; the last stage sends to the first.
 
     An all-reduce need not use these paths.
     """

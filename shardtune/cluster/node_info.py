@@ -29,7 +29,7 @@ from shardtune.units import gb
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file
 # Variables of NCCL and gloo, unless they name a node's own devices and files or only log more.
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
-# These variables change when a rank communicates, so they must be equal on all ranks.
+# These variables decide when ranks communicate, so they must be equal on all ranks.
 _RANKS_VARIABLES = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_INIT_BARRIER", "MAX_RESTARTS")
 _GPU_TIMEOUT_S = 300.0  # without persistence mode the driver starts for each GPU
 _RDMA_PORTS = Path("/sys/class/infiniband")

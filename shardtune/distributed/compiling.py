@@ -41,8 +41,8 @@ def compile_for_all_lengths(function: Callable[..., Any], **options: Any) -> Cal
 def can_compile(device: torch.device) -> bool:
     """Return whether this machine compiles for the device; say once where it does not.
 
-    Compiles a line. Where Triton or a C compiler is missing or broken, this shows in errors of many
-    classes, and in some only when the kernel is launched.
+    Compiles a line. A missing or broken Triton or C compiler raises errors of many classes, some of
+    them only when the kernel is launched.
     """
     is_gpu, problem = device.type == "cuda", ""
     if is_gpu and importlib.util.find_spec("triton") is None:
@@ -113,7 +113,7 @@ def compiled_on_gpus(name: str) -> Callable[[Callable[..., Any]], Callable[..., 
         def call(*arguments: Any) -> Any:
             if torch.compiler.is_compiling():  # a part of a layer
                 return function(*arguments)
-            # `data`, because torch.compile compiles again for another base of a view.
+            # `.data` hides the base of a view: for another base torch.compile would compile again.
             given = [x.data if isinstance(x, torch.Tensor) else x for x in arguments]
             tensor = next(x for x in given if isinstance(x, torch.Tensor))
             is_real = type(tensor) is torch.Tensor

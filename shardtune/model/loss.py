@@ -32,7 +32,7 @@ _CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 5 << 28}
 _SOFTMAX_BYTES = 1 << 26  # the logits of a chunk in float32
 _BLOCK_ROWS = 1 << 13  # rows of the head's weight per block
 HEAD_TRIAL_TOKENS = 8
-_TRIED_ROWS = 512  # with fewer the compiler would divide the sums of each row, for more kernels
+_TRIED_ROWS = 512  # with fewer rows the compiler splits each row's sum over more kernels
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -115,7 +115,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
-            # `data`, because torch.compile compiles again for another base of a view.
+            # `.data` hides the base of a view: for another base torch.compile would compile again.
             add_loss(loss, chunk_logits.data, chunk_targets.data, wants_gradients, converted)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)

@@ -46,7 +46,7 @@ class UpdateRule(ABC):
         has_blocks: no rank's part of a matrix may cut a block of SCALE_BLOCK columns.
         is_fused: a kernel of PyTorch's updates many weights. Any other rule is compiled where that
             works.
-        eager_numbers: of float32, for each element, in which an eager update works.
+        eager_numbers: float32 scratch values per element of an eager update.
     """
 
     name: str
@@ -70,7 +70,7 @@ class UpdateRule(ABC):
 
     @classmethod
     def eager_bytes(cls, rows: int, width: int, is_matrix: bool) -> int:
-        """Return the memory in which an eager update of some rows works."""
+        """Return the bytes of scratch of an eager update of some rows."""
         return 4 * cls.eager_numbers * rows * width
 
     @staticmethod

@@ -63,7 +63,7 @@ class Search:
 
     @cached_property
     def configured(self) -> Estimate:
-        """The run as it is configured, by arithmetic."""
+        """The arithmetic's estimate of the configured run."""
         return self._estimate(self.plan.config, self.plan.shapes)
 
     def much_faster_mesh(self) -> Estimate | None:

@@ -116,8 +116,7 @@ def _attend(
     ways.add("one call per document")
     if query.shape[1] != key.shape[1] and query.device.type == "cuda":
         # On GPUs flash attention alone takes groups of heads, and it has neither float32 nor wide
-        # heads. Other kernels that take groups of heads make a matrix of
-        # tokens x tokens.
+        # heads. Other kernels that take groups of heads make a matrix of tokens x tokens.
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     # `split` and `cat`: the backward of each slice would fill a gradient of the whole row.

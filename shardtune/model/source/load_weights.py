@@ -334,7 +334,8 @@ def _leave_towers_out(model: PreTrainedModel) -> None:
 
 
 def _keep_in_float32(model: PreTrainedModel) -> None:
-    """Keep in float32 what the class names, but trained weights, which have the masters' dtype."""
+    """Keep in float32 the tensors that the class names, except trained weights."""
+    # Trained weights have the masters' dtype.
     patterns = "|".join(model._keep_in_fp32_modules_strict or ())
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     model._keep_in_fp32_modules_strict = {

@@ -78,7 +78,8 @@ def require_text(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="meta"))
-    except (TypeError, ValueError, AttributeError) as error:  # the last: it looks for a tower
+    # AttributeError: the class looks for a vision or audio tower.
+    except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{model.config.model_type} has no text-only class: {type(model).__name__}, given "
             f"tokens alone, ends with: {first_line(error)} - name a model that has one"

@@ -28,7 +28,7 @@ class Estimate:
     config: Config
     layout: Layout
     machine: Machine
-    peak_bytes: int  # that the device must have
+    peak_bytes: int  # the memory that the device must have
     pinned_bytes: int  # host memory of a node that the run cannot do without
     traffic: Sequence[Counter[Collective]]  # bytes per step of the first rank of each stage
     host_link: HostLink
@@ -56,9 +56,9 @@ class Estimate:
 
     @property
     def received(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The bytes of a step, by kind of collective, into a node, and into a rank from its node.
+        """By kind of collective, the bytes of a step that enter a node, and a rank from its node.
 
-        The node and the rank are those that receive the most.
+        The node and the rank are the ones that receive the most.
         """
         machine = self.machine
         stage_ranks = machine.ranks // len(self.traffic)

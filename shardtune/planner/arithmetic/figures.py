@@ -22,7 +22,7 @@ class Cause(StrEnum):
 
 
 class Collective(NamedTuple):
-    """A kind of collective over a group of ranks; of a message, sender and receiver."""
+    """A kind of collective over a group of ranks. A message's group is its sender and receiver."""
 
     kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
     ranks: tuple[int, ...]

@@ -59,7 +59,7 @@ class Machine:
 def collective_bytes(
     kind: str, size: float, ranks_of_nodes: Sequence[int], backend: str
 ) -> tuple[float, float]:
-    """Return the bytes that one collective moves into a node, and into a rank from its own node.
+    """Return the bytes of one collective that enter a node, and a rank from its own node.
 
     `size`: bytes of its unsharded side (`Tracker.traffic`). `ranks_of_nodes`: the number of the
     group's ranks on each node. `backend`: "nccl" or "gloo".

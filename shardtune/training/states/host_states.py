@@ -101,8 +101,8 @@ class HostStates:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield pieces of a parameter's tensors on the device, to be updated in place."""
         # Three streams overlap: copies in, kernels, copies out. At most PIECES pieces are on the
-        # device, so that memory does not grow with a weight. A master is updated in place of its
-        # weight, which then becomes the rounded master.
+        # device, so that memory does not grow with a weight. A weight's master, if there is one, is
+        # updated and then rounded into the weight.
         weight, master = matrices["weight"], self.masters.get(parameter)
         if master is not None:
             matrices = {**matrices, "weight": to_local(master).view(weight.shape)}

@@ -5,9 +5,9 @@
     gradients         reduced in every micro-batch              reduced once a step
 
 Kept tensors need memory, so the free memory decides. Parameters are kept by group, as many groups
-as have room; gradients all or none. Replicas exchange gradients that are reduced in
-every micro-batch once a step, if a replica has room for its sums until then; otherwise in every
-micro-batch. Each choice sums the same gradients, in another order.
+as have room; gradients all or none. If gradients are reduced in every micro-batch and a replica has
+room for their sums, replicas exchange the sums once a step, else gradients in every micro-batch.
+Each choice sums the same gradients, in another order.
 
 On a rank with the whole model, one shard, FSDP2 gathers nothing, but still casts weights to the
 compute dtype and copies gradients, as often as it would gather and reduce. There kept gradients

@@ -73,7 +73,7 @@ class SentGradients:
         self._on_their_way.append(gradient)
 
     def _release(self) -> None:
-        """Free the memory of gradients on their way for reductions that wait for their arrival."""
+        """Free the memory of sent gradients, for reductions that wait until they have arrived."""
         self._any_group.reductions.wait_stream(self._stream)
         self._on_their_way.clear()
 

@@ -177,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.host:
             parts = self.host.on_device(parameter, matrices, pieces)
         for part, piece in zip(parts, pieces, strict=True):
-            # `data`, because torch.compile compiles again for another base of a view.
+            # `.data` hides the base of a view: for another base torch.compile would compile again.
             part = {name: each.data for name, each in part.items()}
             tensors = [part] if self.rule.is_fused else part
             self._update(tensors, factors, rows[piece].data, columns, key.data, tables)
