@@ -105,7 +105,7 @@ test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json .venv/.preten
 	$(PYTEST) $(IN_PARALLEL) -m ''
 
 card:
-	@echo 'ERROR: make card is closed - read its result in docs/measured.md, or run make gpu-check' >&2; exit 2
+	@echo 'ERROR: make card is closed - read its result in benchmarks/CLOSED.md, or run make gpu-check' >&2; exit 2
 
 # Wrong edits that a test must notice; MUTANTS_ARGS="--only checkpoint" tries a part of them.
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json

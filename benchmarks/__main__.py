@@ -17,7 +17,7 @@ from benchmarks import results
 
 # Modules with `add_options(parser)` and `main(options)`. SHORT: the options of their short form.
 SECTIONS = ("convergence", "gpu", "kernels", "models", "plans", "runs")
-# docs/measured.md has their results, each with the commit at which its command runs.
+# benchmarks/CLOSED.md has their results, each with the commit at which its command runs.
 CLOSED = ("rounding", "card", "experts", "checkpoint", "scaling", "two", "traffic", "records")
 CLOSED += ("sinks", "profile")
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("section", choices=names)
     if arguments[:1] and arguments[0] in CLOSED:
-        parser.error(f"{arguments[0]} is closed - read its result in docs/measured.md")
+        parser.error(f"{arguments[0]} is closed - read its result in benchmarks/CLOSED.md")
     name = parser.parse_args(arguments[:1]).section
     module = import_module(f"benchmarks.{name if name in SECTIONS else 'results'}")
     parser = ArgumentParser(

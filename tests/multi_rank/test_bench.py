@@ -238,7 +238,7 @@ def test_a_section_that_was_let_go_names_where_its_result_is(section, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([section])
     refusal = capsys.readouterr().err
-    assert f"{section} is closed - read its result in docs/measured.md" in refusal
+    assert f"{section} is closed - read its result in benchmarks/CLOSED.md" in refusal
 
 
 @pytest.mark.full
