@@ -295,7 +295,7 @@ def plan_in_fork(*given: Any) -> Any:
 
     def of_plan() -> Any:
         plan = make_plan(*given)
-        names = ("reason", "fits", "peak_bytes", "peaks", "machine", "parameters")
+        names = ("is_simulated", "reason", "fits", "peak_bytes", "peaks", "machine", "parameters")
         values = {name: getattr(plan, name) for name in names}
         return SimpleNamespace(**values, prediction=as_prediction(plan))
 
