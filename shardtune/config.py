@@ -235,6 +235,12 @@ class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
     has a slice of its tokens, and in attention a share of the heads for all of them. It divides
     world size / `stages` and the model's heads.
     """
+    tensor: Count = 1
+    """Consecutive ranks of one node that share each row and the matrices of attention and dense
+    MLPs (tensor and sequence parallelism), for few short rows of a large dense model: a rank has a
+    slice of the row's tokens, and a part of each matrix for all of them. It divides world size /
+    `stages` / `replicate` and the model's key heads.
+    """
     expert: Count = 1
     """Ranks that share one set of experts, so that tokens travel to the experts instead of the
     experts' weights to the tokens. It divides world size / `stages` / `replicate` and the number of

@@ -279,13 +279,15 @@ def _inner_problems(key: str, errors: Iterable[ErrorDetails], origin: str) -> It
 
 def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """Yield contradictions within sources, within columns, and of attention and shared rows."""
-    attention, context = values.get("model.attention", "auto"), values.get("parallel.context", 1)
-    if attention != "auto" and context != 1:
-        said = f"model.attention = {_to_yaml(attention)} ({origins['model.attention']})"
-        yield (
-            f"{said} is not for parallel.context={_to_yaml(context)}, which exchanges heads in "
-            "document attention - use model.attention=auto, or parallel.context=1"
-        )
+    attention = values.get("model.attention", "auto")
+    works = {"parallel.context": "exchanges heads in", "parallel.tensor": "cuts matrices around"}
+    for key, work in works.items():
+        if attention != "auto" and (degree := values.get(key, 1)) != 1:
+            yield (
+                f"model.attention = {_to_yaml(attention)} ({origins['model.attention']}) is not "
+                f"for {key}={_to_yaml(degree)}, which {work} document attention - use "
+                f"model.attention=auto, or {key}=1"
+            )
     sources, columns = (values.get(key) for key in ("data.train", "data.columns"))
     if isinstance(sources, list):
         said = f"data.train ({origins['data.train']})"

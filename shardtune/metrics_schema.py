@@ -202,7 +202,9 @@ class StartEntry(_Entry):
     world_size: Count
     """The number of ranks."""
     data_ranks: Count
-    """The ranks with rows of their own: `world_size` / `parallel.stages` / `parallel.context`."""
+    """The ranks with rows of their own: `world_size` / `parallel.stages` / `parallel.context` /
+    `parallel.tensor`.
+    """
     micro_batch_size: Count
     """The rows of a data rank in a forward."""
     gradient_accumulation_steps: Count

@@ -47,15 +47,15 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     degrees = {key: int(config[f"parallel.{key}"]) for key in ParallelConfig.model_fields}
     layout = Layout.divided(sum(counts), degrees)
     if first := next(layout.undivided(), None):
-        named = ["context"] if first.key == "parallel.context" else ["replicate", "expert"]
-        named = [f"parallel.{key}" for key in ["stages"] * (layout.stages > 1) + named]
+        keys = first.chain[layout.stages == 1 :]  # the first key is stages
+        named = [f"parallel.{key}" for key in keys]
         problems.append(
             f"the world size is {sum(counts)} ({' + '.join(map(str, counts))} processes on "
             f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in named)} "
             f"does not divide - change GPUS_PER_NODE, or use {first.key}={first.nearest}"
         )
-    elif problem := layout.split_stage([k for k, n in enumerate(counts) for _ in range(n)]):
-        problems.append(problem)
+    else:
+        problems += layout.problems([k for k, n in enumerate(counts) for _ in range(n)])
     for fact, name in zip(facts, names, strict=True):
         if abs(fact["clock_ahead_s"]) > _SKEW_REFUSED_S:
             side = "ahead of" if fact["clock_ahead_s"] > 0 else "behind"

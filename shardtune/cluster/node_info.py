@@ -86,8 +86,14 @@ def _file_facts(config: Config) -> Message:
 def _machine_facts(environment: Environment, config: Config) -> Message:
     # A process of its own asks: a process that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
-    problem = too_old_transformers(config.parallel.expert)
-    problems = [f"{environment.name}: {problem}"] if problem else []
+    problems = [
+        f"{environment.name}: {problem}"
+        for problem in (
+            too_old_transformers(config.parallel.expert),
+            too_old_transformers(config.parallel.tensor, "parallel.tensor", "cut matrices"),
+        )
+        if problem
+    ]
     with multiprocessing.get_context("fork").Pool(1) as pool:
         look = pool.apply_async(_gpus, [config.distributed.backend])
         try:

@@ -73,7 +73,7 @@ def join_world(config: Config) -> World:
     set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, settings.step_timeout_s), meshes.groups)
     store = dist.PrefixStore("shardtune", store)
     world = World(rank, layout, local_rank, local_size, node_rank, device, meshes, store, progress)
-    if problem := layout.split_stage(world.all_gather_json(node_rank)):
+    if problem := layout.split_by_nodes(world.all_gather_json(node_rank)):
         raise UserError(problem)
     progress.record.stage = world.stage
     return world

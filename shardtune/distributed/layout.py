@@ -14,6 +14,13 @@ from shardtune.errors import divisors_text
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# Each degree divides the ranks that the degrees before it leave.
+_CHAINS = (
+    ("stages", "replicate", "expert"),
+    ("stages", "replicate", "tensor"),
+    ("stages", "context"),
+)
+
 
 class Undivided(NamedTuple):
     """A degree of the mesh that does not divide the ranks left by the degrees before it."""
@@ -22,6 +29,7 @@ class Undivided(NamedTuple):
     parts: int
     ranks: int
     whole: str  # what these ranks are
+    chain: tuple[str, ...]  # the keys that divide them together
 
     @property
     def nearest(self) -> int:
@@ -35,8 +43,9 @@ class Layout:
     """The ranks of a run, how they divide the model and a step's rows, and its dtypes.
 
     All ranks are in `stages` parts, each of these in `replicate` copies of the stage's weights, and
-    each copy in shards. `expert` consecutive ranks of a copy share one set of experts, and
-    `context` consecutive ranks of a stage share each row. The degrees have their keys' names.
+    each copy in shards. `expert` consecutive ranks of a copy share one set of experts. `context`
+    consecutive ranks of a stage share each row, or `tensor` of a copy, which also share matrices.
+    The degrees have their keys' names.
     """
 
     ranks: int
@@ -45,6 +54,7 @@ class Layout:
     replicate: int = 1
     expert: int = 1
     context: int = 1
+    tensor: int = 1
     micro_batch_size: int = 1  # rows
     micro_batches: int = 1  # per step and data rank
     max_length: int = 1  # tokens of a row
@@ -118,9 +128,19 @@ class Layout:
         return self.shards // self.expert
 
     @property
+    def tensor_shards(self) -> int:
+        """The number of shards of each part of a matrix that `tensor` ranks share."""
+        return self.shards // self.tensor
+
+    @property
     def row_ranks(self) -> int:
         """How many consecutive ranks share each row."""
-        return self.context
+        return self.context * self.tensor
+
+    @property
+    def row_key(self) -> str:
+        """The key that lets ranks share rows."""
+        return "parallel.tensor" if self.tensor > 1 else "parallel.context"
 
     @property
     def data_ranks(self) -> int:
@@ -209,27 +229,31 @@ class Layout:
 
         The ranks of a stage that share a row may have different shards, or replicas.
         """
-        ranks, divided = self.ranks, ["world size"]
-        for key in ("stages", "replicate", "expert"):
-            parts, name = getattr(self, key), f"parallel.{key}"
-            if ranks % parts:
-                whole = " / ".join(divided) if len(divided) > 1 else "the world size"
-                yield Undivided(name, parts, ranks, whole)
-            else:
-                ranks //= parts
-            divided += [name] if key != "stages" or parts > 1 else []
-        stage_ranks = self.ranks if self.ranks % self.stages else self.stage_ranks
-        if stage_ranks % self.context:
-            whole = "world size / parallel.stages" if self.stages > 1 else "the world size"
-            yield Undivided("parallel.context", self.context, stage_ranks, whole)
+        refused = set()
+        for chain in _CHAINS:
+            ranks, divided = self.ranks, ["world size"]
+            for key in chain:
+                parts = getattr(self, key)
+                if ranks % parts == 0:
+                    ranks //= parts
+                elif key not in refused:
+                    refused.add(key)
+                    whole = " / ".join(divided) if len(divided) > 1 else "the world size"
+                    yield Undivided(f"parallel.{key}", parts, ranks, whole, chain)
+                divided += [f"parallel.{key}"] if key != "stages" or parts > 1 else []
 
     def problems(self, nodes_of_ranks: Sequence[int] = ()) -> list[str]:
         """Return why the ranks cannot be divided, given the node of each rank where it is known."""
         problems = []
-        for key, parts, ranks, whole in self.undivided():
+        for key, parts, ranks, whole, _ in self.undivided():
             remedy = f"one of {divisors_text(ranks)}" if ranks > 1 else f"{key}=1"
             problems.append(f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}")
-        return problems or [*filter(None, [self.split_stage(nodes_of_ranks)])]
+        if self.tensor > 1 and self.context > 1:
+            problems.append(
+                f"parallel.tensor={self.tensor} and parallel.context={self.context} both cut "
+                "rows - use one of them"
+            )
+        return problems or [*filter(None, [self.split_by_nodes(nodes_of_ranks)])]
 
     @property
     def bubble(self) -> float:
@@ -239,20 +263,28 @@ class Layout:
         """
         return (self.stages - 1) / (self.micro_batches + self.stages - 1)
 
-    def split_stage(self, nodes_of_ranks: Sequence[int]) -> str:
-        """Return why a stage has some ranks of two nodes, not all of them, or an empty text.
+    def split_by_nodes(self, nodes_of_ranks: Sequence[int]) -> str:
+        """Return why a stage has some ranks of two nodes, not all of them, or why ranks of two
+        nodes share matrices; else an empty text.
 
         Gathers and reductions would then cross nodes, where hidden states alone should.
         """
-        if not _is_split(nodes_of_ranks, self.stages):
-            return ""
-        numbers = (n for n in range(1, self.ranks + 1) if self.ranks % n == 0)
-        whole = [n for n in numbers if not _is_split(nodes_of_ranks, n)]
-        nearest = min(whole, key=lambda n: abs(n - self.stages))
-        return (
-            f"parallel.stages={self.stages} puts a stage of {self.stage_ranks} ranks across part "
-            f"of two nodes - use parallel.stages={nearest}"
-        )
+        if _is_split(nodes_of_ranks, self.stages):
+            numbers = (n for n in range(1, self.ranks + 1) if self.ranks % n == 0)
+            whole = [n for n in numbers if not _is_split(nodes_of_ranks, n)]
+            nearest = min(whole, key=lambda n: abs(n - self.stages))
+            return (
+                f"parallel.stages={self.stages} puts a stage of {self.stage_ranks} ranks across "
+                f"part of two nodes - use parallel.stages={nearest}"
+            )
+        degrees = [n for n in range(1, self.tensor + 1) if self.tensor % n == 0]
+        within = [n for n in degrees if not _crosses_nodes(nodes_of_ranks, n)]
+        if nodes_of_ranks and self.tensor not in within:
+            return (
+                f"parallel.tensor={self.tensor} lets ranks of two nodes share matrices, so that "
+                f"each layer waits for the network - use parallel.tensor={within[-1]}"
+            )
+        return ""
 
 
 def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:
@@ -263,3 +295,9 @@ def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:
         if len(inside) > 1 and inside & outside:
             return True
     return False
+
+
+def _crosses_nodes(nodes_of_ranks: Sequence[int], size: int) -> bool:
+    """Return whether a group of `size` consecutive ranks is on several nodes."""
+    firsts = range(0, len(nodes_of_ranks), size)
+    return any(len(set(nodes_of_ranks[first : first + size])) > 1 for first in firsts)

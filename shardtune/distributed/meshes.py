@@ -35,20 +35,21 @@ class Meshes:
 
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
+    tensor_mesh: DeviceMesh | None = None
     before: Link | None = None  # to the stage before this rank's
     behind: Link | None = None  # to the stage behind it
     # With replicas: the mesh of all copies, whose dimensions are in the order in which they cut a
     # weight, `replicate` last.
     of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
-    # On GPUs second groups of the ranks of `shard` and `expert_shard`: collectives of one group
-    # would queue, reductions behind gathers.
+    # On GPUs second groups of the ranks that shard: collectives of one group would queue,
+    # reductions behind gathers.
     for_reductions: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     rows: dist.ProcessGroup | None = None  # the ranks that share each row with this one
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups but the default group of all ranks."""
-        meshes = filter(None, (self.mesh, self.expert_mesh))
+        meshes = filter(None, (self.mesh, self.expert_mesh, self.tensor_mesh))
         links = filter(None, (self.before, self.behind))
         return [
             *(group for mesh in meshes for group in mesh.get_all_groups()),
@@ -63,17 +64,21 @@ def build_meshes(device: torch.device, layout: Layout) -> Meshes:
     stages = {"stage": layout.stages} if layout.stages > 1 else {}
     replicas = {"replicate": layout.replicate} if layout.replicate > 1 else {}
     within = replicas | {"shard": layout.shards}
-    mesh, expert_mesh = _mesh(device, stages | within), None
+    mesh, expert_mesh, tensor_mesh = _mesh(device, stages | within), None, None
     whole_meshes = {"shard": mesh}
     if layout.expert > 1:
         spread = replicas | {"expert_shard": layout.expert_shards, "expert": layout.expert}
         whole_meshes["expert_shard"] = _mesh(device, stages | spread)
         expert_mesh = whole_meshes["expert_shard"][tuple(spread)]
+    if layout.tensor > 1:
+        cut = replicas | {"tensor_shard": layout.tensor_shards, "tensor": layout.tensor}
+        whole_meshes["tensor_shard"] = _mesh(device, stages | cut)
+        tensor_mesh = whole_meshes["tensor_shard"][tuple(cut)]
     links: tuple[Link | None, Link | None] = None, None
     if stages:
         mesh, links = mesh[tuple(within)], _links(layout)
     of_parts = {}
-    for each in filter(None, (mesh, expert_mesh)) if replicas else ():
+    for each in filter(None, (mesh, expert_mesh, tensor_mesh)) if replicas else ():
         _, *others = each.mesh_dim_names or ()
         of_parts[tuple(others)] = _reversed(each)
     for_reductions = {}
@@ -81,8 +86,8 @@ def build_meshes(device: torch.device, layout: Layout) -> Meshes:
     for dimension, whole in whole_meshes.items() if device.type == "cuda" else ():
         if group := _second_group(whole, dimension):
             for_reductions[dimension] = group
-    rows = _consecutive(layout.ranks, layout.row_ranks)
-    return Meshes(mesh, expert_mesh, *links, of_parts, for_reductions, rows)
+    rows = _consecutive(layout.ranks, layout.context)  # those of `tensor` have a mesh
+    return Meshes(mesh, expert_mesh, tensor_mesh, *links, of_parts, for_reductions, rows)
 
 
 def _consecutive(size: int, number: int) -> dist.ProcessGroup | None:

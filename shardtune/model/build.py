@@ -34,6 +34,7 @@ from shardtune.model.source.masters import rounded_when_read
 from shardtune.model.source.text_model import build_text_model
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import unsupported
+from shardtune.model.tensor_parallel import tensor_problems
 from shardtune.optimizers.rules import find_rule
 
 
@@ -48,12 +49,13 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     rule = find_rule(layout.optimizer, layout.master_dtype)
     not_spread = list(spread_problems(model, layout.expert, layout.expert_shards))
     not_cut = list(stage_problems(model, layout))
-    not_shared = context_problems(model, layout.context, layout.max_length)
+    not_shared = list(tensor_problems(model, layout.tensor))
+    not_shared += context_problems(model, layout.context, layout.max_length)
     problems = [*unsupported(model, layout), *not_shared, *not_spread, *not_cut]
     try:
         if layout.is_lora:
             choose_targets(model, config.lora)
-        elif rule.has_blocks and not (not_spread or not_cut):
+        elif rule.has_blocks and not (not_spread or not_cut or not_shared):
             distribute(model)
             require_whole_blocks(model, layout.optimizer)
     except UserError as error:

@@ -82,6 +82,16 @@ class Group:
         mesh_info.reduce_scatter_process_group = groups.get(dimension)
         self._group._init_mp_dtypes = partial(self._init_dtypes, dtype)  # called at first forward
 
+    def average_over(self, ranks: int) -> None:
+        """Divide gradients by `ranks`, which may be more than those of the group."""
+        shards = self._group.mesh_info.shard_mesh_size
+        if shards == ranks:
+            return
+        self._group.gradient_divide_factor = ranks
+        # Else FSDP2 scales within the collective, which gloo cannot do. A group of one rank has no
+        # collective: it divides by itself, and with this setting it would divide twice.
+        self._group.force_sum_reduction_for_comms = shards > 1
+
     def _init_dtypes(self, dtype: torch.dtype) -> None:
         group = self._group
         type(group)._init_mp_dtypes(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.fsdp_groups import gather_ahead, groups_of
-from shardtune.model.moe.placement import is_spread, shard_placement
+from shardtune.model.moe.placement import is_cut, is_spread, shard_placement
 from shardtune.model.moe.spread import spread_experts
+from shardtune.model.tensor_parallel import cut_layers
 from shardtune.model.traits import decoder_layers, is_stack
 from shardtune.optimizers.rounding import SCALE_BLOCK
 
@@ -33,11 +35,14 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         _shard_experts(model, world.expert_mesh, world, policy)
     # FSDP2 works within a replica. `OwnedParameters` exchanges gradients between replicas.
     mesh = world.mesh["shard"]
+    placement: Any = partial(shard_placement, shards=mesh.size())
+    if world.meshes.tensor_mesh:
+        placement = cut_layers(model, world.meshes.tensor_mesh, placement, world.progress)
     fully = partial(
         fully_shard,
         mesh=mesh,
         mp_policy=policy,
-        shard_placement_fn=partial(shard_placement, shards=mesh.size()),
+        shard_placement_fn=placement,
         ignored_params={p for p in model.parameters() if _needs_no_copy(p, world, policy)},
     )
     layers = decoder_layers(model)
@@ -48,8 +53,9 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     gather_ahead(model, layers)
     for group in groups_of(model):
         group.reduce_in(world.meshes.for_reductions, DTYPES[world.layout.gradient_dtype])
-    for module in (*layers, model) if world.layout.replicate > 1 else ():
-        _average_over_stage(module, world.layout.shards, world)
+        # Gradients of other replicas are added later. Spread experts and cut matrices have met the
+        # tokens of all ranks.
+        group.average_over(world.layout.stage_ranks)
 
 
 def _needs_no_copy(parameter: nn.Parameter, world: World, policy: MixedPrecisionPolicy) -> bool:
@@ -76,16 +82,6 @@ def _shard_experts(
             mp_policy=replace(policy, cast_forward_inputs=False),
             shard_placement_fn=partial(shard_placement, shards=copies),
         )
-        _average_over_stage(experts, copies, world)
-
-
-def _average_over_stage(module: Any, shards: int, world: World) -> None:
-    """Divide a module's gradients by all ranks of the stage, not by the `shards` of its group."""
-    # Gradients of other replicas are added later, and spread experts have met all ranks' tokens.
-    module.set_gradient_divide_factor(world.layout.stage_ranks)
-    # Else FSDP2 scales within the collective, which gloo cannot do. A group of one rank has no
-    # collective: it divides by itself, and with this setting it would divide twice.
-    module.set_force_sum_reduction_for_comms(shards > 1)
 
 
 def require_whole_blocks(model: PreTrainedModel, optimizer: str) -> None:
@@ -93,12 +89,27 @@ def require_whole_blocks(model: PreTrainedModel, optimizer: str) -> None:
     for name, parameter in model.named_parameters():
         width = to_local(parameter).shape[-1]
         if parameter.dim() >= 2 and width < parameter.shape[-1] and width % SCALE_BLOCK:
+            remedy = (
+                "use parallel.expert, so that whole experts are spread, parallel.replicate, so "
+                "that fewer ranks share a copy"
+            )
+            if is_cut(parameter):
+                ranks = parameter.shape[-1] // width
+                fewer = gcd(ranks, *map(_blocks, filter(is_cut, model.parameters())))
+                remedy = f"use parallel.tensor={fewer}, so that fewer ranks cut its columns"
             raise UserError(
                 f"optimizer.name={optimizer}: {name} is divided into parts of {width} columns, "
-                f"which cut its blocks of {SCALE_BLOCK} with one scale - use parallel.expert, so "
-                "that whole experts are spread, parallel.replicate, so that fewer ranks share a "
-                "copy, or optimizer.name=adamw"
+                f"which cut its blocks of {SCALE_BLOCK} with one scale - {remedy}, or "
+                "optimizer.name=adamw"
             )
+
+
+def _blocks(parameter: torch.Tensor) -> int:
+    """Return into how many parts the columns of a cut matrix may be cut; 0: they are not cut."""
+    width = parameter.shape[-1]
+    if to_local(parameter).shape[-1] == width:
+        return 0
+    return 1 if width % SCALE_BLOCK else width // SCALE_BLOCK
 
 
 def always_give_gradients(layer: nn.Module) -> None:

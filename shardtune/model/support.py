@@ -22,7 +22,7 @@ def unsupported(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
     if not (layout.packing or is_shared) and layout.micro_batch_size == 1:
         return  # each record is alone in its forward, and whole
     alone = "data.packing=false with train.micro_batch_size=1"
-    alone += " and parallel.context=1" * is_shared
+    alone += f" and {layout.row_key}=1" * is_shared
     short = _short_rope_length(text)
     if short is not None and layout.max_length > short:
         yield (

@@ -14,19 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.model.moe.placement import is_spread
+from shardtune.model.moe.placement import gathered_numel, is_cut, is_spread
 from shardtune.model.stages import layers_of_stages
 from shardtune.planner.arithmetic.figures import Collective
 from shardtune.planner.arithmetic.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.roofline import gpu_of, seconds
-from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic
+from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic, rows_bytes
 from shardtune.planner.arithmetic.storage import join_storage, plan_storage
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import Simulations, layer_kinds
@@ -164,6 +164,7 @@ class _Planner:
             traffic=(traffic,),
             host_link=link,
             step_flops=_count_step_flops(whole, layout.rows_per_step, layout.max_length),
+            rows_bytes=rows_bytes(shapes, world.stage, layout),
             parameters=sum(p.numel() for p in whole.parameters()),
             trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
             states=states,
@@ -212,17 +213,18 @@ class _Planner:
 
         Return the policy, and the bytes that these groups add to the peak.
         """
-        groups = _gathering_ranks(model, world)
+        groups = _gathered_by_ranks(model, world)
         # A group that one rank holds whole is only copied, which costs less than its memory.
-        shared = sum(len(ranks) > 1 for ranks in groups)
+        shared = sum(any(len(ranks) > 1 for ranks in gathered) for gathered in groups)
         fitting = groups_in(kept, room_beside(peak_bytes, self._machine.memory_bytes))
         policy = self._policy(kept, states, world.layout, min(fitting, shared))
         sizes = kept.parameters[: policy.kept_groups]
         micro_batches = world.layout.micro_batches
-        for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
+        for number, gathered in enumerate(groups[: policy.kept_groups]):
             # FSDP2 keeps the root (embedding, norm, head) from the forward to the backward anyway.
             gathers = 2 * micro_batches if number else micro_batches
-            traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
+            for ranks, n_bytes in gathered.items():
+                traffic[Collective("all-gather", ranks)] -= (gathers - 1) * n_bytes
         return policy, sum(sizes[1:])  # without the root, which each peak counts
 
 
@@ -245,6 +247,7 @@ def _join(stages: Sequence[Plan]) -> Plan:
         states=max((stage.states for stage in stages), key=lambda states: states.total),
         policies=tuple(stage.policies[0] for stage in stages),
         needed_bytes=max(stage.needed_bytes for stage in stages),
+        rows_bytes=max(stage.rows_bytes for stage in stages),
         storage=storage,
         kernels_s=max(times, default=None),
     )
@@ -267,15 +270,21 @@ def _kernel_seconds(
     return seconds(kernels, gpu) + update_s
 
 
-def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ...]]:
-    """Return, for each of `gathered_groups`, the ranks that gather it."""
-    ranks = []
+def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tuple[int, ...]]]:
+    """Return, for each of `gathered_groups`, the bytes that ranks gather together."""
+    itemsize, groups = DTYPES[world.layout.compute_dtype].itemsize, []
     for parameters in gathered_groups(model).values():
-        mesh = world.mesh["shard"]
-        if world.expert_mesh and any(map(is_spread, parameters)):
-            mesh = world.expert_mesh["expert_shard"]
-        ranks.append(tuple(dist.get_process_group_ranks(mesh.get_group())))
-    return ranks
+        gathered: Counter[tuple[int, ...]] = Counter()
+        for parameter in parameters:
+            mesh = world.mesh["shard"]
+            if world.expert_mesh and is_spread(parameter):
+                mesh = world.expert_mesh["expert_shard"]
+            elif world.meshes.tensor_mesh and is_cut(parameter):
+                mesh = world.meshes.tensor_mesh["tensor_shard"]
+            ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+            gathered[ranks] += gathered_numel(parameter) * itemsize
+        groups.append(gathered)
+    return groups
 
 
 def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:

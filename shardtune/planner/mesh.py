@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from shardtune.config import Config
@@ -11,12 +12,14 @@ from shardtune.distributed.layout import Layout
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes
 
+_LONGEST_CUT = 8000  # tokens of a row
 # The keys of a mesh, in the order of their values in `every_mesh`.
 MESH = (
     "parallel.stages",
     "parallel.replicate",
     "parallel.expert",
     "parallel.context",
+    "parallel.tensor",
     "train.micro_batch_size",
     "train.gradient_accumulation_steps",
 )
@@ -31,22 +34,35 @@ def every_mesh(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dic
         if (
             stages > shapes.n_layers
             or stage_ranks % context
-            or replace(layout, stages=stages).split_stage(nodes)
+            or replace(layout, stages=stages).split_by_nodes(nodes)
         ):
             continue
-        rows_of_rank, rest = divmod(rows * context, stage_ranks)
-        if rest:
-            continue
         for replicate in divisors(stage_ranks):
-            for expert in divisors(stage_ranks // replicate):
-                copies = stage_ranks // replicate // expert
-                if expert > 1 and not shapes.may_spread(expert, copies):
+            shards = stage_ranks // replicate
+            for expert in divisors(shards):
+                if expert > 1 and not shapes.may_spread(expert, shards // expert):
                     continue
-                for size in divisors(rows_of_rank):
-                    micro_batches = rows_of_rank // size
-                    if micro_batches >= stages:
-                        mesh = stages, replicate, expert, context, size, micro_batches
-                        yield dict(zip(MESH, mesh, strict=True))
+                for tensor in {*_cuts(layout, shards, shapes, machine), layout.tensor}:
+                    rows_of_rank, rest = divmod(rows * context * tensor, stage_ranks)
+                    if rest or shards % tensor:
+                        continue
+                    for size in divisors(rows_of_rank):
+                        micro_batches = rows_of_rank // size
+                        if micro_batches >= stages:
+                            degrees = stages, replicate, expert, context, tensor
+                            mesh = *degrees, size, micro_batches
+                            yield dict(zip(MESH, mesh, strict=True))
+
+
+def _cuts(layout: Layout, shards: int, shapes: Shapes, machine: Machine) -> list[int]:
+    """Return the values of parallel.tensor that are worth a look."""
+    # Longer rows are faster with parallel.context, which moves a tenth of the bytes, and models
+    # with experts with parallel.expert, which leaves whole experts where they are.
+    has_experts = shapes.by_stage(1)[0].layers.experts > 0
+    if has_experts or layout.context > 1 or layout.max_length > _LONGEST_CUT:
+        return [1]
+    whole = gcd(shards, machine.ranks_per_node)
+    return [n for n in divisors(whole) if n == 1 or shapes.may_cut(n)]
 
 
 def divisors(number: int) -> list[int]:

@@ -20,6 +20,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.documents.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
+from shardtune.model.tensor_parallel import require_separable
 from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.launch_arguments import mesh_arguments
@@ -151,7 +152,7 @@ class Search:
         factors: dict[tuple[int, int], float] = {}
 
         def fits(mesh: Estimate) -> bool:
-            return mesh.peak_bytes * factors.get(_stages_and_context(mesh), factor) <= memory_bytes
+            return mesh.peak_bytes * factors.get(_stages_and_rows(mesh), factor) <= memory_bytes
 
         for group in groups:
             estimates: list[Estimate] = []
@@ -182,7 +183,7 @@ class Search:
                     plans.append(plan)
                 elif plan:
                     ratio = plan.needed_bytes / mesh.peak_bytes
-                    key = _stages_and_context(mesh)
+                    key = _stages_and_rows(mesh)
                     factors[key] = max(ratio, factors.get(key, factor))
             if plans or not left:
                 return sorted(plans, key=lambda plan: plan.seconds_per_token)
@@ -222,12 +223,19 @@ class Search:
     def _can_be_cut(self, estimate: Estimate) -> bool:
         if estimate.layout.context > self.plan.layout.context and not self._is_shareable:
             return False
+        if estimate.layout.tensor > self.plan.layout.tensor and not self._is_separable:
+            return False
         return estimate.layout.stages == 1 or self._is_composable
 
     @cached_property
     def _is_shareable(self) -> bool:
         """Return whether layers attend without a mask, as ranks that share rows must."""
         return self._accepts(require_documents_apart, replace(self.plan.layout, context=2))
+
+    @cached_property
+    def _is_separable(self) -> bool:
+        """Whether parts of matrices add up to the whole."""
+        return self._accepts(require_separable, replace(self.plan.layout, tensor=2))
 
     @cached_property
     def _is_composable(self) -> bool:
@@ -246,8 +254,8 @@ class Search:
         return True
 
 
-def _stages_and_context(estimate: Estimate) -> tuple[int, int]:
-    return estimate.layout.stages, estimate.layout.context
+def _stages_and_rows(estimate: Estimate) -> tuple[int, int]:
+    return estimate.layout.stages, estimate.layout.row_ranks
 
 
 def _rank(estimate: Estimate) -> tuple[float, float, int]:

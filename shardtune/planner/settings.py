@@ -61,7 +61,7 @@ def same_training(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[
     now, steps = layout.context, layout.micro_batches
     degrees = [n for n in divisors(machine.ranks_per_node) if n % now == 0 and n > now]
     degrees = [n for n in degrees if shapes.may_share(n)]
-    if degrees and layout.max_length >= _SHORTEST_DIVIDED:
+    if degrees and layout.tensor == 1 and layout.max_length >= _SHORTEST_DIVIDED:
         price = "heads travel between the ranks that share a row"
         # A step trains the same rows: accumulation grows by the factor by which data ranks shrink.
         accumulation = "train.gradient_accumulation_steps"

@@ -24,6 +24,7 @@ from shardtune.model.source.quantised import describe_quantised
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weights_digest
 from shardtune.model.stages import require_composable
+from shardtune.model.tensor_parallel import require_separable
 from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run
@@ -47,6 +48,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
         )
         world.on_rank0(lambda: require_documents_apart(world.layout, model_config))
         world.on_rank0(lambda: require_composable(world.layout, model_config))
+        world.on_rank0(lambda: require_separable(world.layout, model_config))
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     world.require_same({what: revision}, "fetch one revision, or name a directory")

@@ -20,7 +20,7 @@ data: {train: d.jsonl, eval: null, columns: null, roles: {}, chat_template: null
   template_options: {},
   eval_fraction: 0.0, max_length: 4096, overflow: turns, loss_on: assistant, on_broken: error,
   packing: true}
-parallel: {stages: 1, replicate: 1, context: 1, expert: 1}
+parallel: {stages: 1, replicate: 1, context: 1, tensor: 1, expert: 1}
 train: {epochs: 3, max_steps: null, micro_batch_size: 1, gradient_accumulation_steps: 1,
   max_grad_norm: 1.0}
 optimizer: {offload: false, name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import packing_families
 from helpers.chats import chats, write_jsonl
 from helpers.commands import launch
 from helpers.documented import require_error_line
@@ -239,6 +240,12 @@ def test_data_needs_a_row_per_rank(folder):
     write_jsonl(folder / "train.jsonl", chats(1, longest_answer=3))
     (problem,) = refusal(folder, ranks=2)
     assert "1 row and" in problem and "2 data ranks" in problem
+
+
+def test_matrices_whose_parts_do_not_add_up_are_not_shared(folder):
+    packing_families.config_of("gemma3n_text").save_pretrained(folder / "model")
+    (problem,) = refusal(folder, "parallel.tensor=2", "model.init=random", ranks=2)
+    assert "parallel.tensor=2: parts of the matrices of gemma3n_text do not add up" in problem
 
 
 def test_run_dir_must_be_writable(folder):

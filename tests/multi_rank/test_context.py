@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,12 @@ from shardtune.model.documents.attention_choice import choose_attention
 RATES = [1e-3] * 4
 MAX_NORM = 0.5
 WINDOWS = ("gpt_oss", "gemma3_text")
+VARIANTS = {
+    "llama_of_4": ("llama", {"num_key_value_heads": 4}),
+    "tied_llama": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama_with_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "glm_with_norms": ("glm4_moe", {"use_qk_norm": True}),
+}
 ROWS = {"true": 8, "false": 16}  # of a step, by data.packing
 
 
@@ -42,13 +47,17 @@ class Mesh(NamedTuple):
     expert: int = 1
     replicate: int = 1
     stages: int = 1
+    tensor: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.ranks // self.stages // self.context // self.tensor
 
     def assignments(self, rows: int) -> list[str]:
-        data_ranks = self.ranks // self.stages // self.context
-        degrees = ("context", "expert", "replicate", "stages")
+        degrees = ("context", "expert", "replicate", "stages", "tensor")
         return [
             *(f"parallel.{key}={getattr(self, key)}" for key in degrees),
-            f"train.gradient_accumulation_steps={rows // data_ranks}",
+            f"train.gradient_accumulation_steps={rows // self.data_ranks}",
         ]
 
 
@@ -60,8 +69,20 @@ FULL, SELECTIVE, NONE = (
 APART = "data.packing=false"
 CASES: list[Case] = [
     ("llama", Mesh(2, 2), Mesh(4, 4), FULL),  # three key heads for two ranks, and for four
+    ("qwen3", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
+    ("glm4_moe", Mesh(4, 1, 4, tensor=2), Mesh(4, 1, tensor=2), SELECTIVE),
 ]
 MATRIX: list[Case] = [
+    ("llama_of_4", Mesh(2, 1), Mesh(4, 1, stages=2, tensor=2), SELECTIVE),
+    ("llama_of_4", Mesh(4, 1, tensor=4), Mesh(4, 1, tensor=2), ["model.compile=true", *FULL]),
+    ("tied_llama", Mesh(4, 1, tensor=2), Mesh(2, 2), FULL),
+    ("qwen3", Mesh(4, 1, replicate=2, tensor=2), Mesh(2, 1), [APART]),
+    ("qwen3", Mesh(2, 1, tensor=2), Mesh(4, 1, stages=2, tensor=2), [APART, *NONE]),
+    ("qwen3_moe", Mesh(8, 1, 2, 2, 2, 2), Mesh(2, 1, tensor=2), NONE),
+    ("glm4_moe", Mesh(4, 1, 2, tensor=2), Mesh(4, 1, tensor=2), FULL),
+    ("glm_with_norms", Mesh(2, 1, tensor=2), Mesh(4, 2, 2), SELECTIVE),
+    ("gemma3_text", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
+    ("llama_with_biases", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
     ("gpt_oss", Mesh(4, 2, 2), Mesh(2, 1), [APART]),  # sinks and windows
     ("llama", Mesh(4, 2), Mesh(2, 1), [APART]),
     ("llama", Mesh(4, 2, 1, 4), Mesh(4, 4, 1, 2), SELECTIVE),
@@ -80,6 +101,9 @@ MATRIX: list[Case] = [
 
 
 def build(family: str) -> Any:
+    if family in VARIANTS:
+        kind, more = VARIANTS[family]
+        return moe_families.build(kind, **more)
     if family in WINDOWS:
         return packing_families.build(family)
     more = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
@@ -115,7 +139,10 @@ def test_shared_rows_equal_one_record_at_a_time(
         (mesh.ranks, [*given, *more, f"train.max_steps={steps}", *mesh.assignments(rows)])
         for steps, mesh in ((2, first), (4, second))
     ]
-    train_each(runs, tmp_path)
+    logs = []
+    for run in runs:  # each in new processes: DTensor's caches keep the meshes of the first run
+        train_each([run], tmp_path)
+        logs.append((tmp_path / "run0.out").read_text(encoding="utf-8").splitlines())
     encoded = [encode(tokenizer, record) for record in records]
     expected = plain_training(models(family), encoded, RATES, MAX_NORM)
     steps = steps_of(tmp_path / "run")
@@ -125,27 +152,37 @@ def test_shared_rows_equal_one_record_at_a_time(
     perplexity = plain_perplexity(models(family), encoded)
     assert baseline["perplexity"] == pytest.approx(perplexity, rel=1e-6)
     assert_same_weights(tmp_path / "run", expected)
-    for number, mesh in enumerate((first, second)):
-        said = (tmp_path / f"run{number}.out").read_text(encoding="utf-8")
-        number = 12 if family == "llama" else 4
-        heads = f"{number // mesh.context} of {number} heads each"
-        line = f"Rows: each shared by {mesh.context} ranks, {heads}"
-        assert (line in said.splitlines()) == (mesh.context > 1)
-        data_ranks = mesh.ranks // mesh.stages // mesh.context
-        assert re.search(rf"^Effective batch size: .* x {data_ranks} \(", said, re.MULTILINE)
+    heads = 12 if family == "llama" else 4
+    for log, mesh in zip(logs, (first, second), strict=True):
+        shared = f"Rows: each shared by {mesh.context} ranks, {heads // mesh.context} of {heads}"
+        cut = f"Rows: each shared by {mesh.tensor} ranks, which cut the matrices of each layer in "
+        assert (f"{shared} heads each" in log) == (mesh.context > 1)
+        assert (f"{cut}{mesh.tensor}" in log) == (mesh.tensor > 1)
+        (batch,) = (line for line in log if line.startswith("Effective batch size: "))
+        assert f" x {mesh.data_ranks} (" in batch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stored", [["optimizer.name=adamw8bit"], ["model.master_dtype=bfloat16"]])
-def test_other_optimizers_take_the_steps_of_rows_that_one_rank_has(stored, models, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "mesh", "more"),
+    [
+        ("qwen3_moe", Mesh(4, 4, 2), ["optimizer.name=adamw8bit"]),
+        ("qwen3_moe", Mesh(4, 4, 2), ["model.master_dtype=bfloat16"]),
+        ("qwen3", Mesh(4, 1, tensor=2), ["model.master_dtype=bfloat16"]),
+        ("qwen3", Mesh(4, 1, tensor=2), ["lora.rank=4", "lora.targets=all-linear"]),
+        ("llama_of_4", Mesh(4, 1, stages=2, tensor=2), ["lora.rank=4"]),
+    ],
+)
+def test_other_states_take_the_steps_of_rows_that_one_rank_has(
+    family, mesh, more, models, tmp_path
+):
     """Rounding of the sums over ranks may send a moment or a weight to the next value."""
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    runs = []
-    for mesh in (Mesh(2, 1), Mesh(4, 4, 2)):
-        given = settings(models("qwen3_moe"), data, tmp_path / f"of{mesh.context}", *stored)
-        runs.append((mesh.ranks, [*given, "train.epochs=4", *mesh.assignments(ROWS["true"])]))
-    train_each(runs, tmp_path)
-    alone, shared = (steps_of(tmp_path / f"of{context}") for context in (1, 4))
+    for ranks_of_rows, run_mesh in (("one", Mesh(2, 1)), ("several", mesh)):
+        given = settings(models(family), data, tmp_path / ranks_of_rows, *more)
+        given += ["train.epochs=4", *run_mesh.assignments(ROWS["true"])]
+        train_each([(run_mesh.ranks, given)], tmp_path)
+    alone, shared = (steps_of(tmp_path / name) for name in ("one", "several"))
     assert len(alone) == 4
     for key, rounding in (("loss", 1e-4), ("grad_norm", 1e-3)):
         assert [s[key] for s in shared] == pytest.approx([s[key] for s in alone], rel=rounding)
@@ -153,16 +190,17 @@ def test_other_optimizers_take_the_steps_of_rows_that_one_rank_has(stored, model
 
 @pytest.mark.full
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_rows_of_fewer_tokens_than_ranks_train_exactly(packing, models, tokenizer, tmp_path):
+@pytest.mark.parametrize("key", ["context", "tensor"])
+def test_rows_of_fewer_tokens_than_ranks_train_exactly(key, packing, models, tokenizer, tmp_path):
     records = [{"text": text} for text in ("a", "b c", "rank", "rank step d")]
     encoded = [[*tokenizer(r["text"])["input_ids"], tokenizer.eos_token_id] for r in records]
     assert min(map(len, encoded)) < 4
     data = write_jsonl(tmp_path / "train.jsonl", records)
     more = [f"data.packing={packing}", "data.max_length=16", "train.epochs=2"]
-    given = settings(models("llama"), data, tmp_path / "run", *more, "parallel.context=4")
+    given = settings(models("llama_of_4"), data, tmp_path / "run", *more, f"parallel.{key}=4")
     train_each([(4, [*given, "train.gradient_accumulation_steps=4"])], tmp_path)
     expected = plain_training(
-        models("llama"), [(ids, [True] * len(ids)) for ids in encoded], [3e-3] * 2
+        models("llama_of_4"), [(ids, [True] * len(ids)) for ids in encoded], [3e-3] * 2
     )
     steps = steps_of(tmp_path / "run")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-6)

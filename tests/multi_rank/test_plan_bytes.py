@@ -47,6 +47,7 @@ CASES = [
     (4, "llama", ["lora.rank=4", "train.gradient_accumulation_steps=3"], 8e9),
     # Room for the sums of a replica's gradients, but not for whole gradients.
     (4, "qwen3_moe", ["parallel.expert=2", *REPLICAS], 1.0046e8),
+    (4, "llama", ["parallel.tensor=2", SELECTIVE], 8e9),
     *(
         pytest.param(4, *case, marks=pytest.mark.full)
         for case in (
@@ -60,6 +61,9 @@ CASES = [
             ("llama", ["parallel.replicate=2", "lora.rank=4"], 8e9),
             ("llama", ["parallel.context=2", SELECTIVE], 8e9),
             ("deepseek_v3", ["parallel.context=4", "parallel.replicate=2"], 8e9),
+            ("glm4_moe", ["parallel.tensor=2", "parallel.expert=4", FULL], 8e9),
+            ("qwen3", ["parallel.tensor=2", "parallel.replicate=2"], 8e9),
+            ("qwen3", ["parallel.tensor=2", "lora.rank=4"], 8e9),
             ("gemma4_text", ["parallel.context=2", "parallel.expert=2"], 8e9),
         )
     ),
@@ -114,7 +118,7 @@ def take_a_step(family: str, assignments: list[str], policy: list[int]) -> None:
     ends = torch.tensor([0, LENGTH], dtype=torch.int32)
     batch = Batch(ids, places[None], None, places[:-1], ids[0, 1:], [LENGTH], ends)
     heads = heads_between(world)
-    batch = batch.slice_of(*world.share) if heads else batch
+    batch = batch.slice_of(*world.share) if world.layout.row_ranks > 1 else batch
     micro_batches = config.train.gradient_accumulation_steps
     with Sent() as sent:
         for number in range(micro_batches):

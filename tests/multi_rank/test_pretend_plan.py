@@ -39,6 +39,7 @@ CASES = [
     ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL]),
     ("llama-3.1-8b", 1, 80, [FULL, "parallel.context=8", "data.max_length=131072"]),
     ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL, "parallel.context=8", "data.max_length=65536"]),
+    ("llama-3.3-70b", 2, 141, [FULL, "parallel.tensor=8", "parallel.stages=2"]),
     ("glm-4.5-air", 1, 80, [FULL, HOST]),
     ("llama-3-8b", 2, 80, [FULL, HOST, "parallel.replicate=2"]),
     ("llama-3-8b", 1, 80, [FULL, HOST, "parallel.stages=2"]),

@@ -40,6 +40,7 @@ WIDE = {
     "num_key_value_heads": 2,
 }
 LLAMA = LlamaConfig(**WIDE, intermediate_size=16384)
+DENSE = LlamaConfig(**WIDE | {"num_key_value_heads": 8}, intermediate_size=16384)
 GLM = Glm4MoeConfig(
     **WIDE,
     intermediate_size=2048,
@@ -47,7 +48,7 @@ GLM = Glm4MoeConfig(
     n_routed_experts=16,
     num_experts_per_tok=2,
 )
-MESH = {f"parallel.{key}" for key in ("stages", "replicate", "expert", "context")}
+MESH = {f"parallel.{key}" for key in ("stages", "replicate", "expert", "context", "tensor")}
 MESH |= {"train.micro_batch_size", "train.gradient_accumulation_steps"}
 NARROW_LINK, WIDE_LINK = 1e8, 1e13
 
@@ -114,10 +115,11 @@ def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s
 
 def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price():
     config = configured("train.gradient_accumulation_steps=2")
-    plan, changes, simulated = searched(config, LLAMA, machine(4.8e9))
+    whole = LlamaConfig(**WIDE | {"num_key_value_heads": 1}, intermediate_size=16384)
+    plan, changes, simulated = searched(config, whole, machine(4.8e9))  # no ranks share matrices
     assert not plan.fits
     assert simulated == 3
-    found = Search(plan, Simulations(LLAMA))._estimates({}, "")
+    found = Search(plan, Simulations(whole))._estimates({}, "")
     assert any(each.fits for each in found), "by arithmetic alone it is not offered"
     settings = [set(change.values) - MESH for change in changes]
     assert settings and all(len(keys) == 1 for keys in settings)
@@ -126,6 +128,16 @@ def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price():
         assert change.step_tokens == plan.step_tokens
     seconds = [change.floor_s for change in changes]
     assert seconds == sorted(seconds)
+
+
+def test_ranks_of_a_node_cut_matrices_for_short_rows_alone():
+    for length, is_offered in ((64, True), (8192, False)):
+        given = f"data.max_length={length}", "train.gradient_accumulation_steps=2"
+        plan = bound_plan(configured(*given), DENSE, machine(1e12, WIDE_LINK))
+        estimates = Search(plan, Simulations(DENSE))._estimates({}, "")
+        assert {each.layout.tensor for each in estimates} == ({1, 2, 4} if is_offered else {1})
+    # Each block waits for its row, so that a cut mesh is not faster by arithmetic alone.
+    assert plan.layout.tensor == 1 and "arithmetic" in plan.floors_s
 
 
 def test_ranks_share_long_rows_before_these_are_halved():
@@ -214,7 +226,7 @@ def test_a_node_that_holds_llama_with_other_settings_is_told_them(memory_gb, row
 )
 def test_where_host_memory_is_short_what_it_holds_goes_back(given, back):
     config = configured(given, "train.gradient_accumulation_steps=2", "parallel.replicate=2")
-    plan = bound_plan(config, LLAMA, replace(machine(1e12), host_bytes=1e6))
+    plan = bound_plan(config, LLAMA, replace(machine(1e12), host_bytes=1e5))
     search = Search(plan, Simulations(LLAMA))
     changes = search.changes()
     (pinned,) = (line for line in describe(plan) if line.startswith("Pinned"))

@@ -31,6 +31,7 @@ def test_files_that_a_page_names_exist(page):
         if not list((REPOSITORY / "tests").rglob(name))
     ]
     assert missing == []
+    assert not re.search(r"^(<<<<<<<|=======|>>>>>>>)( |$)", text, re.MULTILINE), "a merge's marks"
 
 
 def test_each_test_that_a_page_names_exists():

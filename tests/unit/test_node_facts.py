@@ -16,7 +16,7 @@ from shardtune.cluster.environment import Environment, read_environment
 from shardtune.config import KEYS
 
 NAMES = ["node 0 (a)", "node 1 (b)"]
-WORLD = {f"parallel.{key}": "1" for key in ("stages", "replicate", "expert", "context")}
+WORLD = {f"parallel.{key}": "1" for key in ("stages", "replicate", "expert", "context", "tensor")}
 FACTS: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
     "code": {},
@@ -70,6 +70,27 @@ def test_nodes_with_different_facts_are_refused(different, words):
     assert [words in problem for problem in problems] == [True] * bool(different)
     for problem in problems:
         require_error_line(f"ERROR: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("counts", "degrees", "words"),
+    [
+        ([2, 2], {"tensor": 4}, "tensor=4 lets ranks of two nodes share matrices|tensor=2"),
+        ([3, 5], {"tensor": 2}, "tensor=2 lets ranks of two nodes share matrices|tensor=1"),
+        ([2, 2], {"tensor": 2}, ""),
+        ([4, 4], {"tensor": 4, "stages": 2}, ""),
+        ([4, 4], {"tensor": 3}, "parallel.tensor=3 does not divide|parallel.tensor=2"),
+        ([2, 2], {"tensor": 2, "context": 2}, "tensor=2 and parallel.context=2 both cut rows|them"),
+    ],
+)
+def test_nodes_refuse_cut_matrices_before_they_start_ranks(counts, degrees, words):
+    config = WORLD | {f"parallel.{key}": str(degree) for key, degree in degrees.items()}
+    facts = [FACTS | {"config": config, "processes": n} for n in counts]
+    problems = compare.problems_of(facts, NAMES)
+    assert len(problems) == bool(words)
+    for problem in problems:
+        said, _, end = words.partition("|")
+        assert said in problem and problem.endswith(end)
 
 
 def test_a_run_directory_that_only_some_nodes_share_is_refused():

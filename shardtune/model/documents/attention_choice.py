@@ -74,8 +74,8 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
         require_shared(attention, layout)
     except UserError as problem:  # the weights are loaded by now: fail with 1, not 2
         raise RunFailed(*problem.problems) from problem
-    if heads:
-        logger.info(describe_rows(model, layout.row_ranks))
+    if layout.row_ranks > 1:
+        logger.info(describe_rows(model, layout))
     if leak := leak_under_mask(attention, trial):
         raise RunFailed(mixing_refusal(model, layout, leak, "its logits"))
     if line := describe_indexers(model, longest_document):
@@ -115,8 +115,8 @@ def require_shared(attention: Attention, layout: Layout) -> None:
     """Raises UserError if ranks would share rows to which a model attends under a mask."""
     if layout.row_ranks > 1 and not attention.by_document:
         raise UserError(
-            f"parallel.context={layout.context} needs attention without a mask, and this "
-            f"model attends under one ({attention.reason}) - use parallel.context=1"
+            f"{layout.row_key}={layout.row_ranks} needs attention without a mask, and this model "
+            f"attends under one ({attention.reason}) - use {layout.row_key}=1"
         )
 
 

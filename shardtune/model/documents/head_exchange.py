@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardtune.distributed.exchange import Exchange, linear_map
+from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
 from shardtune.model.traits import numbers_of_heads
 
@@ -66,11 +67,14 @@ class HeadExchange:
 
 def heads_between(world: World) -> HeadExchange | None:
     """Return the exchange of heads between the ranks that share rows with this one, if any do."""
-    return HeadExchange(world) if world.layout.row_ranks > 1 else None
+    return HeadExchange(world) if world.layout.context > 1 else None
 
 
-def describe_rows(model: PreTrainedModel, ranks: int) -> str:
+def describe_rows(model: PreTrainedModel, layout: Layout) -> str:
     """Return the log's line on rows that ranks share."""
+    line = f"Rows: each shared by {layout.row_ranks} ranks"
+    if layout.tensor > 1:
+        return f"{line}, which cut the matrices of each layer in {layout.tensor}"
     numbers = numbers_of_heads(model)
-    shares = " or ".join(f"{heads // ranks} of {heads}" for heads in numbers)
-    return f"Rows: each shared by {ranks} ranks, {shares} heads each"
+    shares = " or ".join(f"{heads // layout.context} of {heads}" for heads in numbers)
+    return f"{line}, {shares} heads each"

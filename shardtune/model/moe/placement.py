@@ -1,4 +1,4 @@
-"""Tell spread experts from other parameters, and choose where FSDP2 cuts each parameter."""
+"""Tell which ranks compute with parts of a parameter, and choose where FSDP2 cuts it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ from shardtune.model.traits import is_stack
 
 def is_spread(parameter: torch.Tensor) -> bool:
     """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
-    return isinstance(parameter, DTensor) and "expert" in (
-        parameter.device_mesh.mesh_dim_names or ()
-    )
+    return "expert" in _dimensions(parameter)
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Return whether the ranks of `tensor` compute with parts of a parameter."""
+    return "tensor" in _dimensions(parameter)
+
+
+def _dimensions(parameter: torch.Tensor) -> tuple[str, ...]:
+    is_sharded = isinstance(parameter, DTensor)
+    return (cast(DTensor, parameter).device_mesh.mesh_dim_names or ()) if is_sharded else ()
 
 
 def gathered_numel(parameter: torch.Tensor) -> int:
     """Return how many elements of a sharded parameter a rank has once FSDP2 has gathered it."""
-    if not is_spread(parameter):
-        return parameter.numel()
-    return parameter.numel() // cast(DTensor, parameter).device_mesh["expert"].size()
+    names, numel = _dimensions(parameter), parameter.numel()
+    for name in {"expert", "tensor"}.intersection(names):
+        numel //= cast(DTensor, parameter).device_mesh.size(names.index(name))
+    return numel
 
 
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
+from math import gcd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,9 @@ def _problems(config: Config, values: Mapping[str, Any], layout: Layout) -> Iter
             unread_quantisation(text, path),
             beyond_positions(config.data.max_length, positions, path),
             undivided_heads(layout.context, traits.heads(settings).queries, kind),
+            undivided_key_heads(layout.tensor, traits.heads(settings), kind),
             too_old_transformers(layout.expert),
+            too_old_transformers(layout.tensor, "parallel.tensor", "cut matrices"),
             # The number of experts may have a name that `traits` does not know.
             "" if "expert" in str(values) else without_experts(layout.expert, kind),
             undivided_experts(layout.expert, experts, kind),
@@ -127,14 +130,27 @@ def undivided_heads(degree: int, heads: int, kind: str) -> str:
     )
 
 
-def too_old_transformers(degree: int) -> str:
-    """Return why the installed transformers cannot spread experts, or an empty text."""
+def undivided_key_heads(degree: int, heads: traits.Heads, kind: str) -> str:
+    """Return why `degree` ranks cannot share the matrices of layers with these heads, or ""."""
+    if heads.keys % degree == 0:
+        return ""
+    context = f", or parallel.context={degree}" * (heads.queries % degree == 0)
+    return (
+        f"parallel.tensor={degree} does not divide the {heads.keys} key heads of {kind} - use "
+        f"parallel.tensor={gcd(degree, heads.keys)}{context}"
+    )
+
+
+def too_old_transformers(
+    degree: int, key: str = "parallel.expert", work: str = "spread experts"
+) -> str:
+    """Return why the installed transformers cannot do the work of a key, or an empty text."""
     version = importlib.metadata.version("transformers")
     if degree == 1 or Version(version).release >= (5, 23):
         return ""
     return (
-        f"parallel.expert={degree}: transformers {version} cannot spread experts - "
-        "install transformers 5.23 or newer, or use parallel.expert=1"
+        f"{key}={degree}: transformers {version} cannot {work} - "
+        f"install transformers 5.23 or newer, or use {key}=1"
     )
 
 

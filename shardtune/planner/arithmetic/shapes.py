@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from shardtune.distributed.layout import BYTES, Layout
 from shardtune.model.documents.shared_rows import context_problems
 from shardtune.model.moe.spread import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
+from shardtune.model.tensor_parallel import cut_parameters, tensor_problems
 from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Collective
 from shardtune.training.states.reshard import KeptBytes, ReshardPolicy, decide, room_beside
@@ -29,12 +30,32 @@ class Sizes(NamedTuple):
     """Elements of some modules."""
 
     dense: int = 0  # elements of weights that all ranks shard
+    cut: int = 0  # elements of matrices that `parallel.tensor` cuts
     experts: int = 0  # elements of experts, which may be spread over ranks instead
     trained_dense: int = 0
+    trained_cut: int = 0
     trained_experts: int = 0
     dense_products: int = 0  # that matrix products read and write for a token
     expert_products: int = 0
     exchanges: int = 0  # number of layers with experts
+    blocks: int = 0  # number of modules with matrices that `parallel.tensor` cuts
+
+    @property
+    def numel(self) -> int:
+        return self.dense + self.cut + self.experts
+
+    @property
+    def trained(self) -> int:
+        return self.trained_dense + self.trained_cut + self.trained_experts
+
+    def held(self, layout: Layout) -> float:
+        """Return the elements that a rank has once all are gathered."""
+        return self.dense + self.cut / layout.tensor + self.experts / layout.expert
+
+    def trained_held(self, layout: Layout) -> float:
+        """Return the trained elements that a rank has once all are gathered."""
+        cut, experts = self.trained_cut / layout.tensor, self.trained_experts / layout.expert
+        return self.trained_dense + cut + experts
 
     @property
     def products(self) -> int:
@@ -66,13 +87,14 @@ class Shapes:
         self.hidden_size = most_of_layers(whole, "hidden_size")
         self.top_k = top_k(whole)
         self.heads = [heads(layer) for layer in whole.config.get_text_config().per_layer_config]
-        stacks = spread_stacks(whole)
+        kinds = dict.fromkeys(spread_stacks(whole), "experts")
+        kinds |= dict.fromkeys(cut_parameters(whole), "cut")
         names = {parameter: name for name, parameter in whole.named_parameters()}
 
         def sizes(module: nn.Module, left_out: Sequence[nn.Module] = ()) -> Sizes:
             others = {p for left in left_out for p in left.parameters()}
             parameters = [p for p in module.parameters() if p not in others]
-            return _sizes(parameters, {p for p in parameters if names[p] in stacks}, self.top_k)
+            return _sizes({names[p]: p for p in parameters}, kinds, self.top_k)
 
         layers = decoder_layers(whole)
         per_layer = [sizes(layer) for layer in layers]
@@ -80,7 +102,7 @@ class Shapes:
         embedding, behind = sizes(looked_up), sizes(whole, [*layers, looked_up])
         is_tied = bool(whole.all_tied_weights_keys)
         # Elements of a trained weight that is both embedding and head.
-        self.shared_numel = embedding.trained_dense if is_tied else 0
+        self.shared_numel = embedding.trained if is_tied else 0
 
         @cache
         def by_stage(number: int) -> list[StageSizes]:
@@ -91,7 +113,7 @@ class Shapes:
                 if is_first or (is_tied and stage == number - 1):
                     around.append(embedding)
                 chosen = per_layer[layers_of_stage.start : layers_of_stage.stop]
-                largest = max(chosen, key=lambda s: s.dense + s.experts, default=Sizes())
+                largest = max(chosen, key=lambda s: s.numel, default=Sizes())
                 parts.append(StageSizes(chosen, _sum(chosen), largest, _sum(around)))
             return parts
 
@@ -103,8 +125,13 @@ class Shapes:
         def may_share(ranks: int) -> bool:
             return next(context_problems(whole, ranks, max_length=sys.maxsize), None) is None
 
+        @cache
+        def may_cut(ranks: int) -> bool:
+            return next(tensor_problems(whole, ranks), None) is None
+
         # Hundreds of meshes ask about the same few divisions, so answers are cached.
-        self.by_stage, self.may_spread, self.may_share = by_stage, may_spread, may_share
+        self.by_stage, self.may_spread = by_stage, may_spread
+        self.may_share, self.may_cut = may_share, may_cut
 
     def head_exchange(self, ranks: int) -> int:
         """Return the elements of a token that a layer sends where `ranks` share its row."""
@@ -119,23 +146,25 @@ class Shapes:
         """Return the elements that a rank of a stage updates."""
         sizes = self.by_stage(layout.stages)[stage]
         whole = _sum([sizes.layers, sizes.around])
-        return (whole.trained_dense + whole.trained_experts) / layout.stage_ranks
+        return whole.trained / layout.stage_ranks
 
 
 def _sum(sizes: Sequence[Sizes]) -> Sizes:
     return Sizes(*map(sum, zip(Sizes(), *sizes, strict=True)))
 
 
-def _sizes(parameters: Sequence[nn.Parameter], spread: set[nn.Parameter], met: int) -> Sizes:
+def _sizes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str], met: int) -> Sizes:
     counted: Counter[str] = Counter()
-    for parameter in parameters:
-        kind = "experts" if parameter in spread else "dense"
+    for name, parameter in parameters.items():
+        kind = kinds.get(name, "dense")
         counted[kind] += parameter.numel()
         counted[f"trained_{kind}"] += parameter.numel() * parameter.requires_grad
         width, height = parameter.shape[-1], parameter.shape[-2] if parameter.dim() > 1 else 0
         products = "expert_products" if is_stack(parameter) else "dense_products"
         counted[products] += (width + height) * (met if is_stack(parameter) else 1)
-    return Sizes(**counted, exchanges=int(bool(spread)))
+    cut = [name for name in parameters if kinds.get(name) == "cut"]
+    blocks = {name.rpartition(".")[0].rpartition(".")[0] for name in cut}
+    return Sizes(**counted, exchanges=int(counted["experts"] > 0), blocks=len(blocks))
 
 
 def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> Counter[Collective]:
@@ -148,22 +177,29 @@ def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> C
     first = stage * stage_ranks
     shard_group = tuple(range(first, first + shards))
     copies = tuple(range(first, first + shards, expert))
+    parts = tuple(range(first, first + shards, layout.tensor))  # of ranks with equal parts
     replicas = tuple(range(first, first + stage_ranks, shards))
     sizes = shapes.by_stage(stages)[stage]
     layers, around = sizes.layers, sizes.around
     compute_bytes, reduce_bytes = BYTES[layout.compute_dtype], BYTES[layout.reduce_dtype]
     experts, trained = (n // expert for n in (layers.experts, layers.trained_experts))
     kept = keeps.gathered_bytes / compute_bytes
-    gathered = list(_gathered(kept, around.dense, layers.dense, experts, micro_batches))
+    cut, trained_cut = (n // layout.tensor for n in (layers.cut, layers.trained_cut))
+    in_layers = layers.dense + cut
+    gathered = list(_gathered(kept, around.dense, in_layers, experts, micro_batches))
+    gathered_cut = gathered[1] * cut // max(1, in_layers)
     reduced = reduce_bytes * (1 if keeps.policy.keep_gradients else micro_batches)
     traffic: Counter[Collective] = Counter()
     trained_dense = layers.trained_dense + around.trained_dense
-    traffic[Collective("all-gather", shard_group)] += compute_bytes * sum(gathered[:2])
+    whole = sum(gathered[:2]) - gathered_cut
+    traffic[Collective("all-gather", shard_group)] += compute_bytes * whole
     traffic[Collective("reduce-scatter", shard_group)] += reduced * trained_dense
+    traffic[Collective("all-gather", parts)] += compute_bytes * gathered_cut
+    traffic[Collective("reduce-scatter", parts)] += reduced * trained_cut
     traffic[Collective("all-gather", copies)] += compute_bytes * gathered[2]
     traffic[Collective("reduce-scatter", copies)] += reduced * trained
     if layout.replicate > 1:  # replicas reduce gradients of their slices, then gather new weights
-        slices = (trained_dense + layers.trained_experts) // shards
+        slices = (trained_dense + layers.trained_cut + layers.trained_experts) // shards
         reduced = reduce_bytes if keeps.policy.keep_sums else reduced
         traffic[Collective("reduce-scatter", replicas)] += reduced * slices
         traffic[Collective("all-gather", replicas)] += BYTES[layout.updated_dtype] * slices
@@ -172,6 +208,9 @@ def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> C
     tokens_bytes, heads_bytes = _exchanged(shapes, sizes, layout, tokens)
     traffic[Collective("all-to-all", shard_group[:expert])] += tokens_bytes
     traffic[Collective("all-to-all", tuple(range(first, first + layout.context)))] += heads_bytes
+    for kind in ("all-gather", "reduce-scatter"):
+        group = tuple(range(first, first + layout.tensor))
+        traffic[Collective(kind, group)] += rows_bytes(shapes, stage, layout)
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
@@ -180,6 +219,16 @@ def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> C
         shared = BYTES[layout.gradient_dtype] * shapes.shared_numel // stage_ranks
         traffic[Collective("send", (layout.ranks - stage_ranks - first, first))] += shared
     return Counter({key: n for key, n in traffic.items() if n and len(key.ranks) > 1})
+
+
+def rows_bytes(shapes: Shapes, stage: int, layout: Layout) -> int:
+    """Return the bytes of rows that ranks of `tensor` gather in a step; their sums have as many."""
+    if layout.tensor == 1:
+        return 0
+    # Each block gathers its row and scatters its sums, and the backward does the reverse.
+    times = (2 + layout.recomputes) * shapes.by_stage(layout.stages)[stage].layers.blocks
+    tokens = layout.micro_batches * layout.tokens_per_rank * layout.tensor
+    return times * tokens * shapes.hidden_size * BYTES[layout.compute_dtype]
 
 
 def _exchanged(shapes: Shapes, sizes: StageSizes, layout: Layout, tokens: int) -> tuple[int, int]:
@@ -209,11 +258,10 @@ def _gathered(
         yield round(once + times * micro_batches * (numel - once))
 
 
-def _copied_numel(sizes: Sizes, expert: int, frozen: bool, trained: bool) -> float:
+def _copied_numel(sizes: Sizes, layout: Layout, frozen: bool, trained: bool) -> float:
     """Return the elements that FSDP2 copies for a rank when it gathers these modules."""
-    n_trained = sizes.trained_dense + sizes.trained_experts / expert
-    n_frozen = sizes.dense + sizes.experts / expert - n_trained
-    return n_frozen * frozen + n_trained * trained
+    n_trained = sizes.trained_held(layout)
+    return (sizes.held(layout) - n_trained) * frozen + n_trained * trained
 
 
 def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tuple[float, Keeps]:
@@ -222,26 +270,25 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     Groups kept only because memory is left do not count. `free`: bytes that a rank may hold. For
     the plans in docs/planner.md the estimate is within a tenth of a simulated step.
     """
-    expert, stage_ranks, shards = layout.expert, layout.stage_ranks, layout.shards
+    stage_ranks, shards = layout.stage_ranks, layout.shards
     sizes = shapes.by_stage(layout.stages)[stage]
     whole, largest = _sum([sizes.layers, sizes.around]), sizes.largest
     compute_bytes, reduce_bytes = BYTES[layout.compute_dtype], BYTES[layout.reduce_dtype]
     stored_bytes, gradient_bytes = BYTES[layout.master_dtype], BYTES[layout.gradient_dtype]
-    trained = whole.trained_dense + whole.trained_experts
-    frozen = whole.dense + whole.experts - trained
+    trained, frozen = whole.trained, whole.numel - whole.trained
     states = (BYTES[layout.updated_dtype] * trained + compute_bytes * frozen) / shards
     if layout.offloads:  # gradients of a layer, and of the one before, which still travel
-        states += 2 * gradient_bytes * (largest.dense + largest.experts) / stage_ranks
+        states += 2 * gradient_bytes * largest.numel / stage_ranks
     else:
         states += (gradient_bytes + layout.optimizer_bytes) * trained / stage_ranks
 
     is_alike = stored_bytes == compute_bytes == reduce_bytes
     trained_too = stage_ranks > 1 or layout.offloads or not is_alike
-    copied = partial(_copied_numel, expert=expert, frozen=shards > 1, trained=trained_too)
+    copied = partial(_copied_numel, layout=layout, frozen=shards > 1, trained=trained_too)
     gathered = compute_bytes * copied(whole)
-    reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
-    if stage_ranks == 1 and not layout.offloads:
-        reduced = 0.0  # one rank keeps its gradients as they are, without a copy
+    # One rank keeps its gradients as they are, without a copy.
+    is_copied = stage_ranks > 1 or layout.offloads
+    reduced = reduce_bytes * whole.trained_held(layout) * is_copied
     micro_batches = layout.micro_batches
     sums = gradient_bytes * trained / shards * (1 - 1 / layout.replicate)
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
@@ -249,18 +296,19 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     if not policy.kept_groups:  # a layer, the one before, and a copy
         gathered = compute_bytes * (copied(sizes.around) + 3 * copied(largest))
     if not policy.keep_gradients or micro_batches == 1:
-        layer = largest.trained_dense + largest.trained_experts / expert
-        reduced = min(reduced, reduce_bytes * 2 * layer)
+        reduced = min(reduced, reduce_bytes * 2 * largest.trained_held(layout))
+    # Blocks of cut matrices read whole rows, which the backward keeps unless it gathers them again.
+    more_rows = (layout.tensor - 1) * shapes.hidden_size
     kept = {
         "offload": 2 * shapes.hidden_size,
         "full": shapes.hidden_size * len(sizes.per_layer),
         "selective": 0.6 * whole.products,
-        "none": 1.2 * whole.products,
+        "none": 1.2 * whole.products + sizes.layers.blocks * more_rows,
     }[layout.checkpointing]
     kept *= layout.in_flight(stage)
-    imbalance = EXPERT_IMBALANCE if expert > 1 else 1
+    imbalance = EXPERT_IMBALANCE if layout.expert > 1 else 1
     products = largest.dense_products + imbalance * largest.expert_products
-    activations = compute_bytes * layout.tokens_per_rank * (kept + 3 * products)
+    activations = compute_bytes * layout.tokens_per_rank * (kept + 3 * (products + more_rows))
     if policy.keep_gradients or not policy.keep_sums or micro_batches == 1:
         sums = 0.0
     total = states + gathered + reduced + sums + activations

@@ -22,6 +22,7 @@ from shardtune.model.source.quantised import describe_quantised, quantised_probl
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weight_problems
 from shardtune.model.stages import require_composable
+from shardtune.model.tensor_parallel import require_separable
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.run_length import run_length
@@ -109,7 +110,7 @@ def read_planned_config(config: Config, say: Say) -> PreTrainedConfig:
     without_weights = config.model.model_copy(update={"init": "random"})
     model_config = read_model_config(without_weights, config.data.max_length)
     say(f"trying a small copy of {model_config.model_type}")
-    checks = require_composable, require_documents_apart
+    checks = require_composable, require_separable, require_documents_apart
     layout = Layout.of(config, ranks=1, is_gpu=True)
     at_once([partial(check, layout, model_config) for check in checks])
     if config.model.init == "pretrained":

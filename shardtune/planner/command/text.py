@@ -49,7 +49,7 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     yield ""
     bubble = f" (a bubble of {plan.layout.bubble:.0%} in it)" if plan.layout.bubble else ""
     floors = ", ".join(
-        f"{seconds:.3g} s {part}{bubble if part == 'arithmetic' else ''}"
+        f"{seconds:.3g} s {part}{bubble if part.startswith('arithmetic') else ''}"
         for part, seconds in plan.floors_s.items()
     )
     yield f"A step takes at least: {floors}{_eager(plan)}"

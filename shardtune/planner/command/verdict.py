@@ -23,7 +23,7 @@ def verdict(plan: Plan) -> str:
         )
     if plan.fits:
         part = plan.bound_by
-        bound_by = part if part in (None, "arithmetic") else f"traffic {part}"
+        bound_by = part if not part or part.startswith("arithmetic") else f"traffic {part}"
         speed = f"; bound by {bound_by}" if bound_by else ""
         return f"The run fits, {limit} hold the peak of {peak}{speed}"
     if plan.is_simulated:

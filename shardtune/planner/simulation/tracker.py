@@ -182,7 +182,8 @@ class Tracker(TorchDispatchMode):
         elif kind == "reduce-scatter":
             n_bytes = max(x.nbytes for x in tensors)
             smallest = min(tensors, key=lambda x: x.nbytes)
-            for x in tensors:
+            # Those of two dimensions are activations, which ranks of `tensor` scatter.
+            for x in tensors if smallest.dim() < 2 else ():
                 is_input = x.untyped_storage()._cdata != smallest.untyped_storage()._cdata
                 cause = Cause.REDUCED if is_input else Cause.GRADIENTS
                 self._count(x.untyped_storage(), cause)

@@ -1,0 +1,343 @@
+"""Matrices of attention and dense MLPs that several ranks share (`parallel.tensor`).
+
+Each rank of a `tensor` group has a slice of a row's tokens, as with `parallel.context`, and a part
+of each matrix that transformers' plan of the architecture cuts: by rows (`colwise`) or by columns
+(`rowwise`). A module with such matrices gathers the row, computes its share of heads or hidden
+units for all tokens, and sums the parts of all ranks for the tokens of each (Megatron's sequence
+parallelism, arXiv 2205.05198). Everything else sees a slice, and FSDP2 shards it over all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from math import gcd
+from threading import Barrier, get_ident
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.distributed.exchange import linear_map
+from shardtune.distributed.layout import Layout
+from shardtune.distributed.progress import Progress
+from shardtune.errors import UserError
+from shardtune.model import documents
+from shardtune.model.documents.attention_layers import attention_layers
+from shardtune.model.documents.shared_rows import context_problems, row_problems
+from shardtune.model.moe.placement import is_cut
+from shardtune.model.source.config_json import too_old_transformers, undivided_key_heads
+from shardtune.model.source.small_copy import one_thread, small_copy
+from shardtune.model.traits import FACTORS, decoder_layers, heads
+
+# The dimension in which each style cuts each parameter of a linear layer.
+_CUTS = {
+    "colwise": {"weight": 0, "bias": 0, FACTORS[1]: 0},
+    "rowwise": {"weight": 1, FACTORS[0]: 1},
+}
+# FSDP2 completes the gradients of norms that see a part of the heads.
+_REPLICATED = "replicated_with_grad_allreduce"
+_Sum = Callable[[torch.Tensor], torch.Tensor]
+
+
+def cut_modules(model: PreTrainedModel) -> dict[str, str]:
+    """Return the style of each linear module of the layers that is cut, by its name."""
+    if not model.tp_plan or too_old_transformers(2):
+        return {}
+    plan = model._expand_parallel_plan(model.tp_plan)
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    # Shared experts are small, and run ahead on slices where other experts are spread.
+    return {
+        name: style
+        for name, module in model.named_modules()
+        if (style := plan.get(name, "")) in _CUTS
+        and isinstance(module, nn.Linear)
+        and module in inside
+        and "expert" not in name
+    }
+
+
+def cut_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters that are cut."""
+    styles = cut_modules(model).items()
+    names = {name for name, _ in model.named_parameters()}
+    cut = (f"{name}.{key}" for name, style in styles for key in _CUTS[style])
+    return [name for name in cut if name in names]
+
+
+def tensor_problems(model: PreTrainedModel, degree: int) -> Iterator[str]:
+    """Yield why `degree` ranks cannot share the matrices of a model's layers."""
+    kind, key = model.config.model_type, f"parallel.tensor={degree}"
+    if degree == 1:
+        return
+    if problem := too_old_transformers(degree, "parallel.tensor", "cut matrices"):
+        yield problem
+        return
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        yield f"{key} needs PyTorch 2.13 or newer - install it, or use parallel.tensor=1"
+        return
+    if problems := list(row_problems(model, key)):
+        yield from problems
+        return
+    # A model without transformers' attention interface attends under a mask.
+    is_shared = model._can_set_attn_implementation() and not any(context_problems(model, degree, 1))
+    instead = f"use parallel.context={degree}, or parallel.tensor" * is_shared
+    instead = instead or "use parallel.tensor"
+    if reason := _uncut(model):
+        yield f"{key}: transformers' plan of {kind} {reason} - {instead}=1"
+        return
+    for layer in model.config.get_text_config().per_layer_config:
+        if problem := undivided_key_heads(degree, heads(layer), kind):
+            yield problem
+            return
+    nearest, named = degree, ""
+    for name, style in cut_modules(model).items():
+        shape = cast(nn.Linear, model.get_submodule(name)).weight.shape
+        if (width := shape[_CUTS[style]["weight"]]) % degree:
+            named = named or f"{name}.weight of {kind}, {[*shape]}"
+            nearest = gcd(nearest, width)
+    if named:
+        yield f"{key} does not divide {named} - {instead}={nearest}"
+
+
+def _uncut(model: PreTrainedModel) -> str:
+    """Return why the architecture's plan does not cut all attention, or an empty text."""
+    if not model.tp_plan:
+        return "does not exist"
+    plan, cut = model._expand_parallel_plan(model.tp_plan), cut_modules(model)
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    for name, module in model.named_modules():
+        is_left = module not in inside or "expert" in name or name in cut
+        if not is_left and plan.get(name, _REPLICATED) != _REPLICATED:
+            return f"has the rule {plan[name]} for {name}, which is not known here"
+    blocks = {model.get_submodule(name.rpartition(".")[0]) for name in cut}
+    return "" if blocks.issuperset(attention_layers(model)) else "leaves attention whole"
+
+
+@one_thread()
+@torch.no_grad()
+def require_separable(layout: Layout, model_config: PreTrainedConfig) -> None:
+    """Compare two halves of a small copy with the whole of it; its config.json is enough.
+
+    Raises:
+        UserError: they give other logits, as where an activation looks at all hidden units.
+    """
+    whole = small_copy(model_config, layout.attention) if layout.tensor > 1 else None
+    if whole is None:  # no copy can be built: the first steps alone show a wrong loss
+        return
+    if any(tensor_problems(whole, 2)):  # the model itself is refused by its shapes
+        return
+    ids, barrier = torch.arange(1, 9).view(1, -1), Barrier(2, timeout=60)
+    parts = dict[int, torch.Tensor]()
+
+    def sum_of_halves(part: torch.Tensor) -> torch.Tensor:
+        parts[get_ident()] = part
+        barrier.wait()
+        total = torch.stack([*parts.values()]).sum(0)
+        barrier.wait()  # before the next part replaces this one
+        return total
+
+    def logits(half: Any) -> torch.Tensor:
+        try:
+            return cast(torch.Tensor, half(input_ids=ids).logits)
+        except Exception:
+            barrier.abort()
+            raise
+
+    # Threads, since later layers may read the keys of earlier ones, and each half has its own.
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            halves = [_half(whole.eval(), number, sum_of_halves) for number in range(2)]
+            close = partial(torch.allclose, logits(whole), rtol=1e-4, atol=1e-5)
+            is_same = all(map(close, pool.map(logits, halves)))
+        except Exception:  # such as a view for all heads
+            is_same = False
+    if not is_same:
+        key, context = (f"parallel.{name}={layout.tensor}" for name in ("tensor", "context"))
+        raise UserError(
+            f"{key}: parts of the matrices of {model_config.model_type} do not add up to the whole "
+            f"- use {context}, or parallel.tensor=1"
+        )
+
+
+def _half(model: PreTrainedModel, number: int, total: _Sum) -> PreTrainedModel:
+    """Return a copy with one half of each matrix that is cut. `total` adds up both halves'."""
+    half = copy.deepcopy(model)
+    for name, style in cut_modules(half).items():
+        module: Any = half.get_submodule(name)
+        for key, dimension in _CUTS[style].items():
+            if (whole := module._parameters.get(key)) is not None:
+                module._parameters[key] = nn.Parameter(whole.chunk(2, dimension)[number])
+        if style == "rowwise":
+            module.forward = partial(_summed, module, module.forward, total)
+    return half
+
+
+def cut_layers(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    placement: Callable[[nn.Parameter], Shard],
+    progress: Progress,
+) -> Callable[[nn.Parameter], Any]:
+    """Cut the matrices over `tensor`, and let their modules exchange tokens.
+
+    Returns FSDP2's placement: each rank's parts are sharded over `tensor_shard`, and other
+    parameters as `placement` says.
+    """
+    rows = _RowsOfRanks(mesh["tensor"], progress)
+    blocks: dict[nn.Module, None] = {}
+    for name, style in cut_modules(model).items():
+        module: Any = model.get_submodule(name)
+        for key, dimension in _CUTS[style].items():
+            parameter = module._parameters.get(key)
+            if parameter is not None:
+                parts = distribute_tensor(
+                    parameter, mesh["tensor"], [Shard(dimension)], src_data_rank=None
+                )
+                module._parameters[key] = nn.Parameter(parts, parameter.requires_grad)
+        forward = partial(_local, module, module.forward)
+        if style == "rowwise":
+            forward = partial(_summed, module, forward, rows.sum)
+        # Collectives and swapped parameters cannot be compiled.
+        module.forward = torch.compiler.disable(forward)
+        blocks[model.get_submodule(name.rpartition(".")[0])] = None
+    for block in cast(dict[Any, None], blocks):
+        block.forward = torch.compiler.disable(partial(_of_rows, block.forward, rows))
+    for module in model.modules():
+        # Attention alone reads rotary embeddings, and needs those of all tokens.
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            module.forward = partial(_of_positions, module.forward)
+    # FSDP2 makes a group of the parameters that have this very object.
+    info = _fsdp_common.FSDPMeshInfo(mesh["tensor_shard"], shard_mesh_dim=0)
+    over_parts = _fsdp_common.ShardPlacementResult(Shard(0), info)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return over_parts if is_cut(parameter) else placement(parameter)
+
+    return place
+
+
+@contextmanager
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    """Let a module compute with this rank's parts of its parameters."""
+    parameters = dict(module._parameters)
+    for name, parameter in parameters.items():
+        if isinstance(cast(Any, parameter), DTensor):
+            module._parameters[name] = cast(Any, parameter).to_local()
+    try:
+        yield
+    finally:
+        module._parameters.update(parameters)
+
+
+def _local(module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+    with _local_parameters(module):
+        return forward(hidden)
+
+
+def _summed(
+    module: nn.Linear, forward: Callable[..., Any], total: _Sum, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of all ranks' products for this rank's tokens."""
+    # The bias is added once, to the sum.
+    bias, module._parameters["bias"] = module._parameters.get("bias"), None
+    try:
+        output = total(forward(hidden))
+    finally:
+        module._parameters["bias"] = bias
+    return output if bias is None else output + bias
+
+
+def _of_rows(forward: Callable[..., Any], rows: _RowsOfRanks, *given: Any, **named: Any) -> Any:
+    """Call attention or an MLP with the hidden states of whole rows."""
+    if isinstance(positions := named.get("position_ids"), torch.Tensor):
+        named["position_ids"] = _whole(positions)
+    if given:
+        return forward(rows.gather(given[0]), *given[1:], **named)
+    return forward(**named | {"hidden_states": rows.gather(named["hidden_states"])})
+
+
+def _of_positions(
+    forward: Callable[..., Any],
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    return forward(x, _whole(position_ids), *more, **named)
+
+
+def _whole(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions of the whole row, of one or more axes, for those of a slice."""
+    row = documents.current()
+    if row.slices is None:
+        return position_ids
+    begins = row.boundaries[row.numbers()]
+    positions = torch.arange(len(begins), device=begins.device) - begins
+    return positions.expand(*position_ids.shape[:-1], -1)
+
+
+class _RowsOfRanks:
+    """Brings the ranks of a group the tokens of whole rows, and the sums of their own tokens."""
+
+    def __init__(self, mesh: DeviceMesh, progress: Progress) -> None:
+        self._group, self._progress = mesh.get_group(), progress
+        self._number, self._ranks = mesh.get_local_rank(), mesh.size()
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turn (1, tokens of the slice, width) into (1, tokens of the row, width)."""
+        slices = documents.current().slices
+        if slices is None:  # a trial has the same whole row on all ranks
+            return linear_map(_same, self._all_reduce, hidden)
+        there, back = partial(self._gather, slices), partial(self._scatter, slices)
+        return linear_map(there, back, hidden.squeeze(0)).unsqueeze(0)
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """Turn (1, tokens of the row, width) into the ranks' sum for the slice."""
+        slices = documents.current().slices
+        if slices is None:
+            return linear_map(self._all_reduce, _same, parts)
+        there, back = partial(self._scatter, slices), partial(self._gather, slices)
+        return linear_map(there, back, parts.squeeze(0)).unsqueeze(0)
+
+    def _all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+        with self._progress.waiting():
+            dist.all_reduce(rows, group=self._group)
+        return rows
+
+    def _gather(self, slices: list[int], rows: torch.Tensor) -> torch.Tensor:
+        # The collective needs equal parts: shorter slices are filled up.
+        longest, sent = max(slices), rows.contiguous()
+        if len(rows) < longest:
+            sent = rows.new_zeros(longest, rows.shape[1])
+            sent[: len(rows)] = rows
+        gathered = sent.new_empty(self._ranks * longest, rows.shape[1])
+        with self._progress.waiting():
+            dist.all_gather_single(gathered, sent, group=self._group)
+        if sum(slices) == len(gathered):
+            return gathered
+        return torch.cat([x[:n] for x, n in zip(gathered.split(longest), slices, strict=True)])
+
+    def _scatter(self, slices: list[int], rows: torch.Tensor) -> torch.Tensor:
+        longest, sent = max(slices), rows.contiguous()
+        if sum(slices) < self._ranks * longest:
+            sent = rows.new_zeros(self._ranks * longest, rows.shape[1])
+            for place, part in zip(sent.split(longest), rows.split(slices), strict=True):
+                place[: len(part)] = part
+        received = sent.new_empty(longest, rows.shape[1])
+        with self._progress.waiting():
+            dist.reduce_scatter_single(received, sent, group=self._group)
+        return received[: slices[self._number]]
+
+
+def _same(rows: torch.Tensor) -> torch.Tensor:
+    return rows
