@@ -49,6 +49,7 @@ from shardtune.model.source.files import read_model_config
 from shardtune.model.source.text_model import build_with_towers, drop_towers
 from shardtune.model.stages import require_composable
 from shardtune.model.support import unsupported
+from shardtune.model.tensor_parallel import require_separable
 from shardtune.model.traits import has_experts, layer_types
 from shardtune.planner.simulation.simulate import fake_world
 
@@ -161,12 +162,20 @@ def _row(model: PreTrainedModel, folder: Path) -> Row:
     if row["rows"] != "flat":  # where no small copy can be made, the loaded weights show it
         not_shared = not_shared or f"each attention layer is called alone ({row['attention']})"
     row["context"] = not_shared or "yes"
+    row["tensor"] = problem_of(lambda: _require_cut(folder, model_config)) or "yes"
     stages = _config(folder, "parallel.stages=2", "train.gradient_accumulation_steps=2")
     not_cut = problem_of(lambda: _require_trainable(stages, ranks=2))
     row["stages"] = (
         not_cut or problem_of(lambda: require_composable(Layout.of(stages), model_config)) or "yes"
     )
     return row
+
+
+def _require_cut(folder: Path, model_config: PreTrainedConfig) -> None:
+    cut = _config(folder, "parallel.tensor=2")
+    _require_trainable(cut, ranks=2)
+    require_documents_apart(Layout.of(cut), model_config)
+    require_separable(Layout.of(cut), model_config)
 
 
 def _config(folder: Path, *assignments: str) -> Config:

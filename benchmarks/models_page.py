@@ -21,8 +21,8 @@ LENGTHS = (5, 1, 23, 12, 40)  # tokens of documents; the windows of tiny models 
 Row = dict[str, Any]
 _MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
 _COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "experts spread"]
-_COLUMNS += ["rows shared", "MFU", "LoRA", "causes"]
-_RUNS = ("1 rank", "2 ranks", "2 stages", "experts spread", "rows shared")
+_COLUMNS += ["rows shared", "tensor", "MFU", "LoRA", "causes"]
+_RUNS = ("1 rank", "2 ranks", "2 stages", "experts spread", "rows shared", "matrices cut")
 EXACT = 1e-6  # the largest distance of a loss or a norm that is rounding alone
 _ROWS = {
     "flat": "flat",
@@ -37,6 +37,7 @@ _TITLES = {
     "lora": "LoRA",
     "stages": "stages",
     "context": "shared",
+    "tensor": "tensor",
 }
 _LEFT_OUT = {
     "refused": "refused",
@@ -92,7 +93,7 @@ def as_csv(results: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
 
 def _table_row(kind: str, row: Row, runs: Row) -> list[str]:
     causes = [("rows", row["cannot pack"] or _cause(row["attention"]))]
-    causes += [(name, row[name]) for name in ("mfu", "spread", "lora", "stages", "context")]
+    causes += [(name, row[name]) for name in _TITLES if name != "rows"]
     if row["rows"] == "flat":
         causes = causes[1:]
     if not row["experts"]:

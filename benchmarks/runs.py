@@ -1,7 +1,8 @@
 """Compare runs of a tiny model of each architecture with a plain loop, for docs/models.csv.
 
 train_fsdp.py trains each model for three steps: packed and not, on one rank, on two ranks and in
-two stages; and packed with experts spread over two ranks, and with two ranks that share each row.
+two stages; and packed with experts spread over two ranks, with two ranks that share each row, and
+with two that share matrices too.
 The loop takes one document at a time and shares no code with the product. Writes
 benchmarks/runs.json and the tables of the page, in half an hour on two cores.
 """
@@ -55,6 +56,7 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "packed, 2 stages": (2, (*_PACKED, _STAGES)),
     "packed, experts spread": (2, (*_PACKED, _FULL, "parallel.expert=2")),
     "packed, rows shared": (2, (*_PACKED, _FULL, "parallel.context=2")),
+    "packed, matrices cut": (2, (*_PACKED, _FULL, "parallel.tensor=2")),
     "unpacked, 1 rank": (1, _ALONE),
     "unpacked, 2 ranks": (2, _ALONE),
     "unpacked, 2 stages": (2, (*_ALONE, _STAGES)),
@@ -126,6 +128,7 @@ def runs_of(row: Row) -> list[str]:
         "stages": [f"{way}, 2 stages" for way in ways],
         "spread": ["packed, experts spread"],
         "context": ["packed, rows shared"],
+        "tensor": ["packed, matrices cut"],
     }
     alone = [f"{way}, {ranks}" for way in ways for ranks in ("1 rank", "2 ranks")]
     return [*alone, *(name for mesh, runs in meshes.items() if row[mesh] == "yes" for name in runs)]
