@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.errors import Ending, RunFailed, first_line, print_errors, require_packages
+from shardtune.error_lines import print_errors
+from shardtune.errors import Ending, RunFailed, first_line, require_packages
 from shardtune.imports import imports_without_gc
 
 if TYPE_CHECKING:

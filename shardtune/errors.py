@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from shardtune.error_lines import print_errors
 
 # The remedy of most failures.
 AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
@@ -108,13 +109,6 @@ def first_few(names: Sequence[object], limit: int) -> str:
 def divisors_text(number: int) -> str:
     """Return the divisors of a number, as "1, 2, 3, 6"."""
     return ", ".join(str(other) for other in range(1, number + 1) if number % other == 0)
-
-
-def print_errors(*problems: str) -> None:
-    """Print an `ERROR:` line for each problem: the last lines of a process that fails."""
-    with contextlib.suppress(OSError):  # `tee` may have ended before
-        for problem in problems:
-            print(f"ERROR: {problem}", file=sys.stderr, flush=True)
 
 
 def require_packages() -> None:

@@ -41,7 +41,8 @@ from shardtune.cluster.stuck import TICK_S
 from shardtune.config_io import read_run_arguments
 from shardtune.distributed.rank_record import Failure
 from shardtune.distributed.signals import SIGNALS
-from shardtune.errors import UserError, first_line, print_errors
+from shardtune.error_lines import print_errors
+from shardtune.errors import UserError, first_line
 from shardtune.log import logger, setup_logging
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet before
