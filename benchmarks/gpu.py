@@ -4,7 +4,7 @@ writes benchmarks/GPU.md.
 All of the chats are one optimizer step, all sides begin with the same weights, drawn once, and
 losses must be equal at every step. With random weights nearly all logits are alike at first, and
 equal losses would say little. So the learning rate moves the loss by far more than the tolerance;
-if it does not, there is no figure. If float32 weights, gradients and moments (16 bytes a
+a loss that moves less gives no figure. If float32 weights, gradients and moments (16 bytes a
 parameter) do not fit the GPU, the model has fewer layers, and the table says how many. A model with
 experts is refused where no layer with experts fits. `--tiny` shows on a CPU that all of it runs.
 """

@@ -2,7 +2,7 @@
 
 A rank of the real shape takes a step on a pretended GPU without contents (needs g++). A layer is
 the difference of two depths in one micro-batch, and has experts if the model has them. With stages
-the rank is the first of the last stage, which has the head. Bytes are of tensors that kernels read
+the rank is the first of the last stage, where the head is. Bytes are of tensors that kernels read
 and write. shardtune/planner/arithmetic/roofline.py computes milliseconds and MFU, without the
 network between nodes and without a measurement on a GPU.
 """

@@ -82,7 +82,7 @@ def architectures() -> list[str]:
 
 
 def in_own_process(kind: str) -> Row:
-    """Look at an architecture in a fork, which has all modules already."""
+    """Look at an architecture in a fork: all modules are loaded there already."""
     child = Child("its process", _send_row, kind)
     (row,) = results([child], _SECONDS, lambda _: f"takes more than {_SECONDS} s")
     return {"not built": row["problems"][0]} if "problems" in row else row

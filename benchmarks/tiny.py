@@ -154,7 +154,7 @@ def _narrow(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _shorten_rope(given: dict[str, Any]) -> None:
-    """Divide the frequencies of a rope, which has fewer now, among the axes of an image."""
+    """Divide the fewer frequencies of a shortened rope among the axes of an image."""
     rope = given.get("rope_parameters") or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if not isinstance(part.get("mrope_section"), list):

@@ -21,7 +21,7 @@ from distTest.gpu_check.device import seconds
 from distTest.gpu_check.glm import slice_for
 from shardtune.model.flops import count_flops, published_peak
 
-_LENGTH = 4096  # tokens of a row, which is one document
+_LENGTH = 4096  # tokens of a row; each row is one document
 
 
 @dataclass

@@ -32,7 +32,7 @@ def attention() -> Outcome:
     In bfloat16 it must be the varlen kernel, and its backward must repeat to the bit.
     """
     lengths = [7, 1, 20, 36] if is_tiny() else [700, 1, 1300, 2095]
-    # heads, key heads, width, window: of Llama, GLM-4.5-Air, and GPT-OSS, which has sinks
+    # heads, key heads, width, window: of Llama, GLM-4.5-Air, and GPT-OSS (with sinks)
     shapes = [(4, 2, 16, 0), (4, 2, 16, 6)]
     if not is_tiny():
         shapes = [(32, 8, 128, 0), (96, 8, 128, 0), (64, 8, 64, 128)]

@@ -141,7 +141,7 @@ def _node_commands(
             f"NCCL_SOCKET_IFNAME={interface}",
             f"GLOO_SOCKET_IFNAME={interface}",
             "CUDA_VISIBLE_DEVICES=",
-            # A killed node leaves files, which are deleted with this folder.
+            # The files that a killed node leaves are deleted with this folder.
             f"SHARDTUNE_CACHE={folder / 'cache'}",
             f"TMPDIR={folder / 'tmp'}",
         ]

@@ -1,5 +1,4 @@
-"""Run a command as four ranks of two nodes, which are network namespaces, and count the bytes of
-their cable.
+"""Run a command as four ranks of two network namespaces, and count the bytes between them.
 
 python -m distTest.workloads.cable OUT.json BITS_PER_S PYTHON [arguments]
 

@@ -69,7 +69,7 @@ def planned(script: Any, path: str) -> Iterator[None]:
 
 @contextmanager
 def noted_rows(script: Any, path: str) -> Iterator[None]:
-    """Write the tokens of each row, which is one document, to a file, in the order of steps."""
+    """Write the tokens of each one-document row to a file, in the order of steps."""
     train_step, rows = script.train_step, list[Any]()
 
     def noting(context: Any, step: Any, micro_batches: Any, stop: Any) -> Any:

@@ -51,7 +51,7 @@ def agree_on_checkpoint(
     is_named = resume != "auto"  # by the user
     paths = [Path(resume)] if is_named else _committed_and_prepared(run_dir.checkpoints)
     candidates, rejected = _candidates(paths, is_named, run_dir, world)
-    is_loss = is_named or bool(rejected)  # no committed checkpoint can be lost
+    is_loss = is_named or bool(rejected)  # a save that never ended loses nothing
     chosen = None
     for path_of in candidates:
         checkpoint = _open(path_of, run_dir, world)
@@ -160,7 +160,7 @@ def leftovers(run_dir: RunDir, resumed: Checkpoint | None) -> list[Path]:
 
 
 def _is_unfinished(path: Path, resumed: Checkpoint | None) -> bool:
-    """Return whether a directory is the rest of an interrupted save or deletion."""
+    """Return whether a directory is left of an interrupted save or deletion, and not whole."""
     is_hidden = path.name.startswith(".checkpoint_") and not _is_part(path, resumed)
     return is_hidden and not (_STAGING.fullmatch(path.name) and (path / "COMPLETE").exists())
 

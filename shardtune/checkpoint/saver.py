@@ -1,5 +1,4 @@
-"""Save while training continues: the loop waits for a copy of the tensors alone; a thread writes
-it."""
+"""Save while training continues: the loop waits until tensors are copied, a thread writes them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Environment:
     nodes: int | None
     processes: int | None  # this node's GPUS_PER_NODE
     master: str
-    master_named: str  # the address of this host name here, where it differs
+    master_named: str  # the master, and the address it has here if it is a name
     master_ip: str | None
     port: int | None
     store_port: int | None

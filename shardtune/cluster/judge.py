@@ -80,8 +80,7 @@ class Judge:
         self._finished: set[int] = set()
 
     def judge(self, node: int, message: Message, ranks: NodeRanks) -> Failure | None:
-        """Return how the attempt ends after a node's message, or None if it goes on; code 0:
-        success."""
+        """Return how a node's message ends the attempt (code 0: success), or None."""
         if "lost" in message:
             return self._lost_node(node, message, ranks)
         if message.get("attempt") != self.attempt:

@@ -20,7 +20,7 @@ from shardtune.distributed.rank_record import (
 from shardtune.errors import AGAIN, first_few
 
 TICK_S = 1.0
-# The first step also waits for compilation, slow disks and a first evaluation.
+# Until the first step has ended, these also wait for compilation and slow disks.
 _WITHIN_STEPS = (*STEP_PHASES, Phase.EVALUATING)
 _WHILE_SAVING = (Phase.SAVING, Phase.EXPORTING)
 # A save ends by itself after save_timeout_s, and the run may go on.

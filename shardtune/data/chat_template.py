@@ -34,7 +34,7 @@ _AROUND_THOUGHT = re.compile(
     rf"(<[^<>\s]*>\w*|\[[^\[\]\s]*\])\s*{NEXT_TEXT}\s*(<[^<>\s]*>|\[[^\[\]\s]*\])"
 )
 # Every template gets these. A check shows whether it writes them, except the id, which ties an
-# answer to a call. It never gets our flags.
+# answer to a call. The marks are read before it renders.
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *MARKS}
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this node: why PyTorch does not see them, and how a process sets its own."""
+"""The GPUs of this node: why PyTorch does not see them, and what a process sets on its own."""
 
 from __future__ import annotations
 

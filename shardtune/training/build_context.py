@@ -77,9 +77,7 @@ def build_train_context(
     is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
-    sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
-    take_over_metrics(run)
-    metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
+    metrics = open_metrics(run)
     best = open_best(run, model, optimizer, whole, assets, metrics) if data.eval else None
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
@@ -105,13 +103,7 @@ def build_train_context(
             StepLog(metrics, whole, schedule.total_steps, device_peak, world.size, saver),
             LossSpikes(run.config),
             expert_balance,
-            StepProfiler(
-                run.directory.path / "profile",
-                config.logging.profile_steps,
-                metrics,
-                schedule,
-                world,
-            ),
+            StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
         ],
         saver=saver,
         best=best,
@@ -153,6 +145,13 @@ def load_states(states: States, run: Run) -> None:
     checkpoint.clear_leftovers(run.directory, resumed, world)
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
+
+
+def open_metrics(run: Run) -> Metrics:
+    """Open metrics.jsonl on node 0's disk to continue it, and the sinks that the config names."""
+    take_over_metrics(run)
+    sinks = partial(open_sinks, run.config, run.directory.path, run.resumed_step)
+    return Metrics(run.metrics_file, run.world, run.resumed_step, sinks)
 
 
 def take_over_metrics(run: Run) -> None:

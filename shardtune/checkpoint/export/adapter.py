@@ -156,7 +156,7 @@ class MergedModel(WholeModel):
             yield weight.to(dtype)
 
     def _delta(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return the product of the factors, which is added to a weight."""
+        """Return what a merge adds to a weight: the product of its factors."""
         target = self._targets.get(name)
         if target is None:
             weight = self._model.get_parameter_or_buffer(name.removeprefix(MODEL))

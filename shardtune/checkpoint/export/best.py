@@ -109,8 +109,8 @@ class Best:
     def offer(self, evaluation: EvalEntry) -> BestEntry | None:
         """Write the model if this evaluation's loss is the lowest so far; return its line.
 
-        Return None if another model is better. A model that cannot be written is logged, and
-        training goes on.
+        Return None if another model is better, or if this one cannot be written: the reason is
+        logged, and training goes on.
         """
         result: dict[str, Any] = {key: value for key, value in evaluation.items() if key in _RESULT}
         if result["step"] == 0 or not result["loss"] < self.lowest.get("loss", torch.inf):

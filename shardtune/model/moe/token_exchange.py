@@ -11,11 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-try:
-    from transformers.distributed.expert_parallel import EPImplementation
-except ImportError:  # transformers before 5.23
-    EPImplementation = object  # type: ignore[misc, assignment]
-
 from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.model.moe.counts import add_counts
@@ -29,7 +24,7 @@ from shardtune.model.moe.grouped_experts import (
 from shardtune.model.moe.shared_experts import SharedExperts
 
 
-class ExpertExchange(EPImplementation):
+class ExpertExchange:
     """Brings tokens to the ranks of their experts, and the experts' outputs back."""
 
     # Tokens travel with their weights, and outputs come back weighted. Only a sum follows, whose

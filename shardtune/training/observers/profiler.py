@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shardtune.config import LoggingConfig
 from shardtune.data.schedule import Schedule
 from shardtune.distributed.world import World
 from shardtune.errors import first_line
@@ -24,19 +24,20 @@ _MOST_STEPS = 10  # more would fill the host's memory
 class StepProfiler(StepObserver):
     """Profiles the steps from the first to the last of `logging.profile_steps`.
 
-    Each rank writes into `folder`: a Chrome trace, a table of its most expensive operators and, on
-    a GPU, the owners of its memory.
+    Each rank writes into `profile/` of the run: a Chrome trace, a table of its most expensive
+    operators and, on a GPU, the owners of its memory.
     """
 
     def __init__(
         self,
-        folder: Path,
-        steps: Sequence[int] | None,
+        run_dir: Path,
+        config: LoggingConfig,
         metrics: Metrics,
         schedule: Schedule,
         world: World,
     ) -> None:
-        self._metrics, self._world, self._folder = metrics, world, folder
+        self._metrics, self._world, self._folder = metrics, world, run_dir / "profile"
+        steps = config.profile_steps
         first, last = steps or (0, 0)
         next_step, last_step = schedule.start.step + 1, schedule.total_steps
         self._steps = range(max(first, next_step), min(last, last_step) + 1)
