@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtune.model.source.config_json import QUANTIZATION
 from shardtune.model.source.files import FILES_BESIDE_WEIGHTS, model_folder
-from shardtune.model.source.quantised import QUANTIZATION
+from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.weight_files import list_tensors
 
 SOURCE = "source_tensors.json"  # in checkpoints only
@@ -34,7 +35,9 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
         assets["config.json"] = _dump(values)
-    if any(part.pop(QUANTIZATION, None) for part in (values, values.get("text_config") or {})):
+    if quantisation_in(folder):
+        for part in (values, values.get("text_config") or {}):
+            part.pop(QUANTIZATION, None)
         assets["config.json"] = with_dtype(_dump(values), "bfloat16")
     return assets
 

@@ -30,13 +30,29 @@ def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(tmp_pat
     assert "The run fits" in said
 
 
-def test_an_architecture_that_no_run_accepts_has_the_refusal_of_a_run(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(GLM.to_dict() | {"model_type": "glm9"}))
-    for given in (["--config", str(CONFIG), f"model.path={tmp_path}"], [str(tmp_path)]):
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"model_type": "glm9"}, "does not know the architecture glm9"),
+        # Its layers differ, so no count of its parameters by config.json would be right.
+        (
+            {"model_type": "nemotron-nas", "num_key_value_heads": None, "block_configs": [{}]},
+            "does not know the architecture nemotron-nas",
+        ),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "is code of its own"),
+    ],
+)
+def test_an_architecture_that_no_run_accepts_has_the_refusal_of_a_run(
+    values, problem, tmp_path, capsys
+):
+    (tmp_path / "config.json").write_text(json.dumps(GLM.to_dict() | values))
+    (run_config := tmp_path / "run.yaml").write_text("{data: {train: x}, parallel: {expert: 8}}")
+    shipped = ["--config", str(run_config), f"model.path={tmp_path}"]
+    for given in (shipped, [str(tmp_path)], [str(tmp_path), "--nodes", "1,2"]):
         assert run(["plan", *given]) == 2
         printed = capsys.readouterr()
         (refusal,) = (line for line in printed.err.splitlines() if line.startswith("ERROR: "))
-        assert "does not know the architecture glm9 - name a model" in refusal
+        assert problem in refusal and " - name a model that transformers knows" in refusal
         assert printed.out == ""
 
 

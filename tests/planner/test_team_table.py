@@ -27,7 +27,6 @@ REFUSED = {
     "MODEL --nodes 1,x": "argument --nodes: 1,x is not a number of nodes - write a whole number",
     "MODEL --nodes 0": "argument --nodes: 0 is not a number of nodes",
     "MODEL QUANTISED": "2 models are given: MODEL, QUANTISED - name one",
-    "DENSE parallel.expert=2": "parallel.expert=2: dense has no experts - use parallel.expert=1",
     "./absent": "model.path=./absent does not exist",
     "/absent/model": "model.path=/absent/model does not exist (the directory /absent does not",
     "NAMELESS": "model.path=NAMELESS: its config.json has no model_type - name a hub id or a dir",
@@ -58,7 +57,6 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
     models = {
         "MODEL": model,
         "QUANTISED": model | {"quantization_config": {"quant_method": "awq"}},
-        "DENSE": {"model_type": "dense"},
         "NAMELESS": {},
     }
     for name, given in models.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import finish
+from helpers.planned import configured
 from helpers.quantised_models import edit_config
 from helpers.ranks import on_ranks
 from helpers.usage import Usage
@@ -18,9 +19,11 @@ from transformers import LlamaConfig, Mistral3Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from shardtune.checkpoint.assets import model_assets
 from shardtune.config import ModelConfig
+from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.source import files, load_weights, quantised
+from shardtune.model.source import config_json, files, load_weights, quantised
 from shardtune.model.source.weight_files import list_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -160,8 +163,8 @@ def test_files_that_are_quantised_in_another_way_are_named(tensors, problem, tmp
         (
             "Kimi-K2-Thinking",
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "by compressed-tensors (pack-quantized), and block FP8, MXFP8 and MXFP4 are read - use "
-            "unsloth/Kimi-K2-Thinking-BF16",
+            "by compressed-tensors (pack-quantized), and block FP8, ModelOpt's FP8, MXFP8 and "
+            "MXFP4 are read - use unsloth/Kimi-K2-Thinking-BF16",
         ),
     ],
 )
@@ -174,11 +177,67 @@ def test_other_ways_are_refused_by_name(name, quantization, words, tmp_path, mod
     assert words in str(refused.value)
 
 
-def test_quantisation_in_a_section_is_taken():
+def write_modelopt(folder: Path, model: Path, **quantization: object) -> Path:
+    """Write a config.json that says nothing, and the file of NVIDIA's ModelOpt beside it."""
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    values = {"producer": {"name": "modelopt", "version": "0.39.0"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_fp8_of_modelopt_is_read_with_the_scale_of_each_tensor(is_beside, tmp_path, models):
+    values, scale = fp8(12, 20), torch.rand(())
+    tensors = {"a.weight": values, "a.weight_scale": scale, "a.input_scale": torch.ones(())}
+    scales_of_cache = {f"b.{k}_proj.{k}_scale": torch.ones(1) for k in "kv"}
+    path = write(tmp_path, tensors | scales_of_cache)
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    write_modelopt(tmp_path, models["llama"], **said if is_beside else {})
+    if not is_beside:  # newer versions write both
+        edit_config(tmp_path, quantization_config=said | {"quant_method": "modelopt"})
+    config = files.read_model_config(ModelConfig(path=str(tmp_path), init="random"), 64)
+    assert config.dtype == torch.bfloat16
+    assert quantised.quantised_problems(tmp_path) == []
+    assert "quantised (ModelOpt's FP8, " in quantised.describe_quantised(tmp_path)
+    assert quantised.piece_bytes(tmp_path) > 0
+    assert list_tensors(tmp_path)["a.weight"][:2] == ["BF16", [12, 20]]
+    compare_boxes(path, torch.float32, values.float() * scale)
+    assets = model_assets(tmp_path)
+    assert assets.keys() == {"config.json"} and b'"bfloat16"' in assets["config.json"]
+    assert b"quant" not in assets["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_algo": "NVFP4", "group_size": 16}, "are quantised by NVFP4, and block FP8"),
+        ({"quant_algo": "FP8_PB_WO"}, "are quantised by FP8_PB_WO, "),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "by MIXED_PRECISION, "),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
+        (None, "are quantised by an unreadable hf_quant_config.json, "),
+    ],
+)
+def test_other_ways_of_modelopt_are_refused_by_name(quantization, words, tmp_path, models):
+    """By a run, and by a plan and the preflight, which read config.json alone."""
+    write_modelopt(tmp_path, models["llama"], **quantization or {})
+    if quantization is None:
+        (tmp_path / "hf_quant_config.json").write_text("{}", encoding="utf-8")
+    config = configured(f"model.path={tmp_path}", "model.init=random", "data.max_length=64")
+    (problem,) = config_json.problems_of_model(config, Layout(ranks=1)) or [""]
+    assert words is None or words in problem
+    if words is None:
+        assert not problem and files.read_model_config(config.model, 64)
+    else:
+        with pytest.raises(UserError) as refused:
+            files.read_model_config(config.model, 64)
+        assert refused.value.problems == [problem]
+
+
+def test_quantisation_in_a_section_is_taken(tmp_path):
     """As in the files of a model that sees, whose text alone is quantised."""
     text = LlamaConfig(quantization_config={"quant_method": "fp8"})
     whole = Mistral3Config(text_config=text)
-    assert quantised.take_quantization(whole, "unread")
+    assert quantised.take_quantization(whole, tmp_path, "unread")
     assert not hasattr(whole.text_config, "quantization_config")
     assert whole.dtype == whole.text_config.dtype == torch.bfloat16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from types import SimpleNamespace
@@ -235,6 +236,18 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     (problem,) = facts["problems"]
     assert "GPUS_PER_NODE is 8 and 1 GPUs are visible - " in problem
     require_error_line(f"ERROR: {problem}")
+
+
+def test_a_model_that_no_run_reads_is_refused_before_ranks_start(tmp_path):
+    values = {"model_type": "llama", "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    quantisation = json.dumps({"quantization": {"quant_algo": "NVFP4"}})
+    (tmp_path / "hf_quant_config.json").write_text(quantisation, encoding="utf-8")
+    facts = node_info.node_facts(environment(f"model.path={tmp_path}"))
+    by_quantisation, by_positions = facts["problems"]
+    assert f"model.path={tmp_path}: its weights are quantised by NVFP4, " in by_quantisation
+    assert f"is beyond the 64 positions of {tmp_path} - " in by_positions
+    require_error_line(f"ERROR: {by_quantisation}")
 
 
 def one_gpu(backend: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -35,7 +35,7 @@ from shardtune.data.model_type import read_config_json
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.source.load_weights import open_tensors
-from shardtune.model.source.quantised import QUANTIZATION, Sliceable
+from shardtune.model.source.quantised import Sliceable, quantisation_in
 from shardtune.model.source.text_model import build_with_towers, drop_towers
 from shardtune.model.source.weight_files import INDEX, list_tensors
 
@@ -317,7 +317,7 @@ def require_index(folder: Path, path: str) -> None:
         UserError: the index lacks tensors of the model `path`.
     """
     index, config = folder / INDEX, model_assets(folder)["config.json"]
-    if not index.is_file() or QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8"):
+    if not index.is_file() or quantisation_in(folder):
         return
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     source = {"path": path, "tensors": {name: [None, None] for name in names}}

@@ -28,11 +28,7 @@ from shardtune.distributed.progress import Progress
 from shardtune.model.moe.placement import leaves_empty_slices
 from shardtune.model.moe.shared_experts import SharedExperts
 from shardtune.model.moe.token_exchange import ExpertExchange
-from shardtune.model.source.config_json import (
-    too_old_transformers,
-    undivided_experts,
-    without_experts,
-)
+from shardtune.model.source.config_json import too_old_transformers, undivided_experts
 from shardtune.model.traits import has_experts, is_factor, is_stack
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
@@ -50,11 +46,10 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     plan = _plan_of_experts(model)
     stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
     if _MODULE not in plan.values() or not stacks:
-        if has_experts(model):
-            lack = "has no plan to spread its experts over ranks"
-            yield f"{key}: {kind} {lack} - use parallel.expert=1"
-        else:
-            yield without_experts(degree, kind)
+        lack = "has no plan to spread its experts over ranks"
+        if not has_experts(model):
+            lack = "has no experts"
+        yield f"{key}: {kind} {lack} - use parallel.expert=1"
     for number in sorted({stack.shape[0] for stack in stacks}):
         if problem := undivided_experts(degree, number, kind):
             yield problem

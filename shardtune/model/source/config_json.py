@@ -22,7 +22,9 @@ from shardtune.errors import UserError, divisors_text, missing_directory
 from shardtune.model import traits
 
 # The ways of quantising that are read.
-METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+METHODS = {"fp8": "block FP8", "FP8": "ModelOpt's FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+QUANTIZATION = "quantization_config"  # the key in config.json
+MODELOPT = "hf_quant_config.json"  # where NVIDIA's ModelOpt writes the same, at times there alone
 # Architectures that would need code of their own, and architectures to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
 _INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
@@ -44,15 +46,20 @@ def require_possible(config: Config, nodes: int, ranks_per_node: int) -> None:
     ranks = nodes * ranks_per_node
     layout = Layout.divided(ranks, dict(config.parallel))
     problems = layout.problems([rank // ranks_per_node for rank in range(ranks)])
-    model_config = _read(config.model.path)
-    if model_config:
-        problems += _problems(config, model_config, layout)
-    if problems:
+    if problems := [*problems, *problems_of_model(config, layout)]:
         raise UserError(*problems)
 
 
-def _read(path: str) -> dict[str, Any]:
-    """Return the config.json of a directory or of the hub's cache, or an empty one without it.
+def problems_of_model(config: Config, layout: Layout) -> list[str]:
+    """Return why a run of a model cannot be, by its config.json where that is here."""
+    try:
+        return [*_problems(config, *_read(config.model.path), layout)]
+    except UserError as refusal:
+        return refusal.problems
+
+
+def _read(path: str) -> tuple[dict[str, Any], Path]:
+    """Return the config.json of a directory or of the hub's cache, or an empty one, and its folder.
 
     Raises:
         UserError: the directory does not exist, or its config.json does not describe a model.
@@ -69,16 +76,18 @@ def _read(path: str) -> dict[str, Any]:
         values = json.loads(Path(file).read_text(encoding="utf-8")) if is_here else {}
     except (OSError, ValueError) as error:
         if not folder.is_dir():  # such as a name that the hub cannot have
-            return {}
+            return {}, folder
         raise UserError(
             f"model.path={path}: its config.json cannot be read ({error}) - {remedy}"
         ) from error
     if is_here and not (isinstance(values, dict) and "model_type" in values):
         raise UserError(f"model.path={path}: its config.json has no model_type - {remedy}")
-    return values
+    return values, Path(file).parent if is_here else folder
 
 
-def _problems(config: Config, values: Mapping[str, Any], layout: Layout) -> Iterator[str]:
+def _problems(
+    config: Config, values: Mapping[str, Any], folder: Path, layout: Layout
+) -> Iterator[str]:
     path = config.model.path
     inner = values.get("text_config")
     text = {**values, **inner} if isinstance(inner, dict) else values
@@ -90,14 +99,12 @@ def _problems(config: Config, values: Mapping[str, Any], layout: Layout) -> Iter
         None,
         [
             not_trained(kind),
-            unread_quantisation(text, path),
+            unread_quantisation(quantisation_of(values, folder), text.get("expert_dtype"), path),
             beyond_positions(config.data.max_length, positions, path),
             undivided_heads(layout.context, traits.heads(settings).queries, kind),
             undivided_key_heads(layout.tensor, traits.heads(settings), kind),
             too_old_transformers(layout.expert),
             too_old_transformers(layout.tensor, "parallel.tensor", "cut matrices"),
-            # The number of experts may have a name that `traits` does not know.
-            "" if "expert" in str(values) else without_experts(layout.expert, kind),
             undivided_experts(layout.expert, experts, kind),
             too_few_layers(layout.stages, layers, layout.ranks, kind),
         ],
@@ -154,11 +161,6 @@ def too_old_transformers(
     )
 
 
-def without_experts(degree: int, kind: str) -> str:
-    """Return why experts of a model that has none cannot be spread, or an empty text."""
-    return f"parallel.expert={degree}: {kind} has no experts - use parallel.expert=1" * (degree > 1)
-
-
 def undivided_experts(degree: int, experts: int, kind: str) -> str:
     """Return why experts cannot be spread over `degree` ranks, or ""."""
     if experts % degree == 0:
@@ -177,21 +179,40 @@ def too_few_layers(stages: int, layers: int, ranks: int, kind: str) -> str:
     return f"parallel.stages={stages}: {kind} has {layers} layers - use parallel.stages={fewer[-1]}"
 
 
-def unread_quantisation(values: Mapping[str, Any], path: str) -> str:
-    """Return why quantised weights of such a config.json are not read, or an empty text."""
-    quantisation = values.get("quantization_config")
-    if not quantisation or not isinstance(quantisation, Mapping):
+def quantisation_of(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return how a config.json, else ModelOpt's file beside it, says that weights are quantised."""
+    for part in (values, values.get("text_config")):
+        if isinstance(part, Mapping) and isinstance(part.get(QUANTIZATION) or None, Mapping):
+            return part[QUANTIZATION]
+    try:
+        beside: Mapping[str, Any] = json.loads((folder / MODELOPT).read_bytes())["quantization"]
+        # Without this key, engines quantise keys and values, and weights are as they are.
+        return beside if beside.get("quant_algo") else {}
+    except OSError:
+        return {}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {"quant_algo": f"an unreadable {MODELOPT}"}
+
+
+def method_of(quantisation: Mapping[str, Any]) -> str:
+    """Return the name of a way of quantising: of ModelOpt, which has several, the algorithm's."""
+    return str(quantisation.get("quant_algo") or quantisation.get("quant_method") or "")
+
+
+def unread_quantisation(
+    quantisation: Mapping[str, Any], expert_dtype: str | None, path: str
+) -> str:
+    """Return why weights that are quantised like that are not read, or an empty text."""
+    method = method_of(quantisation)
+    has_fp4 = "fp4" in (quantisation.get("expert_dtype"), expert_dtype)
+    if not quantisation or (method in METHODS and not has_fp4):
         return ""
-    method = str(quantisation.get("quant_method") or "")
-    # Configurations by NVIDIA's tools have a `quant_algo` alone.
-    named = method or quantisation.get("quant_algo") or f"a method with {', '.join(quantisation)}"
-    has_fp4 = "fp4" in (quantisation.get("expert_dtype"), values.get("expert_dtype"))
-    if method in METHODS and not has_fp4:
-        return ""
+    named = method or f"a method with {', '.join(quantisation)}"
     details = [quantisation.get("format"), "FP4 experts" if has_fp4 else ""]
     detail = ", ".join(filter(None, details))
     remedy = f"use {_BFLOAT16_COPIES.get(Path(path).name) or 'a copy of the model in bfloat16'}"
     return (
         f"model.path={path}: its weights are quantised by {named}"
-        f"{f' ({detail})' if detail else ''}, and block FP8, MXFP8 and MXFP4 are read - {remedy}"
+        f"{f' ({detail})' if detail else ''}, and block FP8, ModelOpt's FP8, MXFP8 and MXFP4 are "
+        f"read - {remedy}"
     )

@@ -20,7 +20,7 @@ from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config_json
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
-from shardtune.model.source.config_json import beyond_positions, not_trained
+from shardtune.model.source.config_json import MODELOPT, beyond_positions, not_trained
 from shardtune.model.source.quantised import quantised_problems, take_quantization
 from shardtune.model.source.text_model import build_text_model, require_text
 from shardtune.model.source.weight_files import INDEX, describe, files_of_weights, weight_problems
@@ -58,9 +58,11 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         "name a hub id or a directory with a config.json",
     ):
         config = _read_known_config(path)
+        with contextlib.suppress(OSError):  # few models have it
+            cached_file(path, MODELOPT)
     if problem := not_trained(config.model_type):
         raise UserError(problem)
-    take_quantization(config, path)
+    take_quantization(config, model_folder(path) or Path(), path)
     with (
         _refusing(path, "no model can be built from its configuration", "correct its config.json"),
         torch.device("meta"),

@@ -20,7 +20,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardtune.distributed.tensors import SAFETENSORS_NAMES
 from shardtune.errors import UserError
-from shardtune.model.source.config_json import METHODS, unread_quantisation
+from shardtune.model.source.config_json import (
+    METHODS,
+    QUANTIZATION,
+    method_of,
+    quantisation_of,
+    unread_quantisation,
+)
 from shardtune.model.source.weight_files import (
     dequantised_shape,
     list_stored,
@@ -29,12 +35,11 @@ from shardtune.model.source.weight_files import (
 )
 from shardtune.units import gb
 
-QUANTIZATION = "quantization_config"  # the key in config.json
 DTYPES_OF_PARTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0", "U8"}
 _PIECE = 4 << 20  # values that are dequantised at a time
 # FP8: a value of 8 bits, in float32, and its scale. MXFP4: half bytes, indices of 8 bytes, results.
-_PIECE_BYTES = {"fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
+_PIECE_BYTES = {"FP8": 13 * _PIECE, "fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
 _MXFP4_GROUP = 32  # values of one scale
 
 Index = tuple[slice, ...] | EllipsisType
@@ -198,7 +203,7 @@ def dequantised(
     """Return a model's tensors from stored ones; quantised ones get `dtype`. Raises UserError."""
     plain, quantised = split_quantised(stored)
     tensors = {name: stored[name] for name in plain}
-    block = _block_of_config(_quantization(folder)) if quantised else None
+    block = _block_of_config(quantisation_in(folder)) if quantised else None
     for name, (values, scales) in quantised.items():
         parts, is_mxfp4 = (stored[values], stored[scales]), values != name
         try:
@@ -208,14 +213,13 @@ def dequantised(
     return tensors
 
 
-def _quantization(folder: Path) -> dict[str, Any]:
-    """Return the part of a model's config.json on quantised weights, or an empty one."""
+def quantisation_in(folder: Path) -> Mapping[str, Any]:
+    """Return what a model's files say on how its weights are quantised, or nothing."""
     try:
         values = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    texts = [values, values.get("text_config") or {}]
-    return next((text[QUANTIZATION] for text in texts if text.get(QUANTIZATION)), {})
+    return quantisation_of(values, folder)
 
 
 def _block_of_config(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -225,29 +229,30 @@ def _block_of_config(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def take_quantization(config: PreTrainedConfig, path: str) -> bool:
+def take_quantization(config: PreTrainedConfig, folder: Path, path: str) -> bool:
     """Let a configuration of quantised weights say bfloat16; return whether they are quantised.
 
     Raises:
         UserError: they are quantised in a way that is not read.
     """
-    quantization: dict[str, Any] = {}
+    quantization: Mapping[str, Any] = {}
     for part in (config, config.get_text_config()):
         quantization = quantization or getattr(part, QUANTIZATION, None) or {}
         if hasattr(part, QUANTIZATION):
             delattr(part, QUANTIZATION)
+    quantization = quantisation_of({QUANTIZATION: quantization}, folder)
+    expert_dtype = getattr(config, "expert_dtype", None)
+    if problem := unread_quantisation(quantization, expert_dtype, path):
+        raise UserError(problem)
     if not quantization:
         return False
-    whole = {QUANTIZATION: quantization, "expert_dtype": getattr(config, "expert_dtype", None)}
-    if problem := unread_quantisation(whole, path):
-        raise UserError(problem)
     config.dtype = config.get_text_config().dtype = torch.bfloat16
     return True
 
 
 def quantised_problems(folder: Path) -> list[str]:
     """Return why quantised tensors in a model's files cannot be read. Raises UserError."""
-    quantization = _quantization(folder)
+    quantization = quantisation_in(folder)
     stored = list_stored(folder) if quantization else {}
     plain, quantised = split_quantised(stored)
     problems = {
@@ -291,12 +296,12 @@ def _require_readable(
 
 def piece_bytes(folder: Path) -> int:
     """Return the memory for dequantising a piece, beside the slice; 0 if nothing is quantised."""
-    return _PIECE_BYTES.get(_quantization(folder).get("quant_method", ""), 0)
+    return _PIECE_BYTES.get(method_of(quantisation_in(folder)), 0)
 
 
 def describe_quantised(folder: Path) -> str:
     """Say how a model's weights are quantised, and how large its files are; or return ""."""
-    method = METHODS.get(_quantization(folder).get("quant_method", ""))
+    method = METHODS.get(method_of(quantisation_in(folder)))
     if not method:
         return ""
     size = stored_bytes(folder)

@@ -28,8 +28,9 @@ _READERS = 8  # threads
 _HEADER_BYTES = 100_000_000  # at most, as safetensors has it
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Endings of the names under which files hold the values and the scales of a quantised tensor.
-_FP8, _MXFP4 = ("", "_scale_inv"), ("_blocks", "_scales")
-_ACTIVATION_SCALE = "activation_scale"  # engines need it that also quantise activations
+_QUANTISED = (("", "_scale_inv"), ("weight", "weight_scale"), ("_blocks", "_scales"))
+# Engines need these, which also quantise activations, or keys and values.
+_OTHER_SCALES = ("activation_scale", "input_scale", "k_proj.k_scale", "v_proj.v_scale")
 
 
 def files_of_weights(folder: Path) -> list[str]:
@@ -94,14 +95,14 @@ def list_stored(folder: Path) -> dict[str, list[Any]]:
 def split_quantised(stored: Collection[str]) -> tuple[list[str], dict[str, tuple[str, str]]]:
     """Return the names of plain tensors, and of each quantised tensor its values and scales."""
     quantised = {
-        name: (name + values_end, scales)
+        values.removesuffix("_blocks"): (values, scales)
         for scales in stored
-        for values_end, scales_end in (_FP8, _MXFP4)
+        for values_end, scales_end in _QUANTISED
         if scales.endswith(scales_end)
-        and (name := scales.removesuffix(scales_end)) + values_end in stored
+        and (values := scales.removesuffix(scales_end) + values_end) in stored
     }
     parts = {part for pair in quantised.values() for part in pair}
-    parts |= {name for name in stored if quantised and name.endswith(_ACTIVATION_SCALE)}
+    parts |= {name for name in stored if quantised and name.endswith(_OTHER_SCALES)}
     return [name for name in stored if name not in parts], quantised
 
 
