@@ -161,18 +161,19 @@ def count(row: Row) -> Row:
     config = load_config({}, [*keys, *planned["keys"].split()], {})
     without_weights = config.model.model_copy(update={"init": "random"})
     model_config = read_model_config(without_weights, config.data.max_length)
-    # No step is cut into tiles where memory has no end. Seconds at a rate of 1 are bytes.
+    # No step is cut into tiles where memory has no end.
     machine = Machine(planned["nodes"], planned["gpus_per_node"], math.inf, 1.0, 1.0, 1.0)
     simulations = _Simulations(model_config, imbalance=1.0)  # published routing is balanced
     with as_theirs(**planned.get("as_theirs", {})):
         plan = make_plan.make_plan(config, model_config, machine, simulations)
     states, layout = plan.states, plan.layout
     weights = states.gradients if layout.is_lora else states.parameters
+    inside = Counter(plan.received[1])
     return {
         "allocated_gb": round(plan.allocated_bytes / 1e9, 3),
         "pools_gb": round((plan.peak_bytes - machine.allowance_bytes) / 1e9, 3),
         "update_bytes": 2 * (weights + states.optimizer + states.gradients),
-        "inside_bytes": round(plan.floors_s["inside a node"]),
+        "gathered_bytes": round(inside["all-gather"] + inside["reduce-scatter"]),
         "kernels": _grouped(simulations.last.step_kernels(layout.micro_batches)),
     }
 
@@ -207,10 +208,12 @@ def planned_s(row: Row, figures: Row) -> float:
         Kernel(Kind(kind), operator, n_bytes, flops): n
         for kind, operator, n, n_bytes, flops in figures["kernels"]
     }
-    gathers_s = 0.0
-    if row["layers"] == "mixture" and not any("alltoall" in kernel.operator for kernel in kernels):
-        gathers_s = figures["inside_bytes"] / _GATHERS_BYTES_PER_S
-    return seconds(kernels, gpu) + figures["update_bytes"] / gpu.bytes_per_s + gathers_s
+    kernels_s = seconds(kernels, gpu) + figures["update_bytes"] / gpu.bytes_per_s
+    gathers_s = figures["gathered_bytes"] / _GATHERS_BYTES_PER_S
+    is_spread = any("alltoall" in kernel.operator for kernel in kernels)
+    if row["layers"] == "mixture" and not is_spread:
+        return kernels_s + gathers_s
+    return max(kernels_s, gathers_s)
 
 
 def _plan_id(row: Row) -> str:
