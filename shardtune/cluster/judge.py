@@ -92,6 +92,8 @@ class Judge:
             self._finished.add(node)
         if len(self._finished) == len(self._sizes):
             return Failure(0, [])
+        if node != 0:  # with each report of node 0 it looks at the ranks of all nodes
+            return None
         every = [status for node in sorted(self._statuses) for status in self._statuses[node]]
         # A rank that has ended has no status. Its node reports the cause.
         is_complete = len(every) == sum(self._sizes)

@@ -116,7 +116,8 @@ def stuck_ranks(statuses: Sequence[RankStatus], config: DistributedConfig) -> Fa
         remedy = f"its process is stopped (SIGSTOP or a debugger): look there; {AGAIN}"
         return _blame(stopped, what, remedy)
     behind = _behind(statuses)
-    ahead = [status for status in statuses if status not in behind]
+    numbers = {status.rank for status in behind}
+    ahead = [status for status in statuses if status.rank not in numbers]
     for status in ahead or statuses:
         key, limit_s = limit_of(status, config)
         if status.idle_s <= limit_s:

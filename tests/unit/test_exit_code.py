@@ -44,8 +44,10 @@ def test_a_run_succeeds_when_all_nodes_have_finished(tmp_path):
 def test_stuck_ranks_are_looked_for_once_all_are_seen(tmp_path):
     """One that has not been seen may be the one that is behind."""
     judge = new_judge(tmp_path)
-    assert judge.judge(0, status(0, 5, arrivals=7, idle_s=601.0), RANKS) is None
-    verdict = judge.judge(1, status(1, 5, arrivals=6, idle_s=601.0), RANKS)
+    waiting = status(0, 5, arrivals=7, idle_s=601.0)
+    assert judge.judge(0, waiting, RANKS) is None
+    assert judge.judge(1, status(1, 5, arrivals=6, idle_s=601.0), RANKS) is None
+    verdict = judge.judge(0, waiting, RANKS)
     assert verdict is not None and (verdict.code, verdict.stuck) == (1, [1])
 
 
