@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import results
 
 # Modules with `add_options(parser)` and `main(options)`. SHORT: the options of their short form.
-SECTIONS = ("convergence", "gpu", "kernels", "models", "plans", "published", "runs")
+SECTIONS = ("convergence", "gpu", "growth", "kernels", "models", "plans", "published", "runs")
 # benchmarks/CLOSED.md has their results, each with the commit at which its command runs.
 CLOSED = ("rounding", "card", "experts", "checkpoint", "scaling", "two", "traffic", "records")
 CLOSED += ("sinks", "profile")
