@@ -53,12 +53,13 @@ choices of the program that ran: its logits, its checkpointing, what it keeps ga
 `python -m benchmarks published` plans the runs and writes this page; `benchmarks/published.yaml`
 has all settings, sources and causes, and says which runs are the best.
 """
-_SETTINGS = """
-Settings: model, GPUs, rows×tokens of a micro-batch, checkpointing, layers. GB: all that PyTorch
-reserved, else tensors; * adjusted by arithmetic. Seconds: kernels of eager layers, without the
-network; with the gathers of mixtures.
+_UNITS = """
+Rows×tokens are of a micro-batch; bfloat16: masters and moments, too. GB: all that PyTorch reserved,
+else tensors; * adjusted by arithmetic. Seconds: kernels of eager layers and the gathers of mixtures,
+without the network.
 """
-_COLUMNS = ("run", "settings", "GB", "planned", "ratio", "s a step", "planned", "ratio")
+_COLUMNS = ("run", "model", "GPUs", "rows", "checkpointing", "layers")
+_COLUMNS += ("GB", "planned", "ratio", "s", "planned", "ratio")
 _MISSES = """## Why pairs differ
 
 Memory beyond 10% and seconds beyond 30%:
@@ -243,7 +244,7 @@ def page(groups: dict[str, list[Row]], counted: dict[str, Row]) -> str:
         of = [ratio for ratio in of if not math.isnan(ratio)]
         figures = (f"{n:.2f}" for n in (median(of), min(of), max(of), stdev(of)))
         lines.append(_line(title, len(of), *figures))
-    lines.append(_SETTINGS.rstrip())
+    lines.append(_UNITS.rstrip())
     for title, group in zip(("Best runs", "Other runs"), groups.values(), strict=True):
         lines += ["", f"## {title}", "", *_head(*_COLUMNS)]
         lines += [_run(row, *found[row["id"]]) for row in group]
@@ -268,7 +269,7 @@ def _run(row: Row, memory: tuple[float, float], times: tuple[float, float]) -> s
     if math.isnan(memory[0]):
         gigabytes = [""] * 3
     figures = [*gigabytes, *(f"{n:.2f}" for n in (*times, _ratio(times)))]
-    return _line(f"[{row['id']}]({row['link']})", row["title"], *figures)
+    return _line(f"[{row['id']}]({row['link']})", *row["title"].split(", "), *figures)
 
 
 def _head(*cells: str) -> list[str]:
