@@ -28,7 +28,7 @@ from shardtune.model.build import whole_on_meta
 from shardtune.model.source.files import read_model_config
 from shardtune.model.stages import layers_of_stages
 from shardtune.planner.arithmetic.figures import Kernel, Kind
-from shardtune.planner.arithmetic.roofline import GPUS, Gpu, launched, moved_bytes, seconds
+from shardtune.planner.arithmetic.roofline import H100, H200, Gpu, launched, moved_bytes, seconds
 from shardtune.planner.command.options import add_arguments
 from shardtune.planner.command.plan_command import machine_of
 from shardtune.planner.make_plan import make_plan
@@ -121,7 +121,7 @@ class StepCount:
     def lines(self) -> Iterator[str]:
         for name, part in self.parts.items():
             beside = f"{part.gb(Kind.OTHER)} GB beside products, attention and FSDP's copies"
-            times = ", ".join(f"{part.ms(gpu)} ms on {gpu.name}" for gpu in GPUS)
+            times = ", ".join(f"{part.ms(gpu)} ms on {gpu.card.name}" for gpu in (H100, H200))
             yield f"{name}: {', '.join([*part.counts(), beside, f'computed: {times}'])}"
             yield f"    most bytes: {', '.join(most(part.kernels))}"
         yield from self._rates()
@@ -129,13 +129,14 @@ class StepCount:
         yield from (f"    {line}" for line in self.trace)
 
     def _rates(self) -> Iterator[str]:
-        for gpu in GPUS:
+        for gpu in (H100, H200):
             rates = []
             for attention in (gpu, gpu.with_flash_attention_3()):
                 time = seconds(self.parts["step"].kernels, attention) / (1 - self.bubble)
-                rates.append(f"{time:.2f} s a step, {self.flops_of_rank / time / gpu.peak:.1%} MFU")
+                mfu = self.flops_of_rank / time / gpu.card.flops_per_s
+                rates.append(f"{time:.2f} s a step, {mfu:.1%} MFU")
             bubble = f" (a bubble of {self.bubble:.0%} in it)" if self.bubble else ""
-            yield f"Computed for {gpu.name}: {rates[0]}{bubble}; FlashAttention 3: {rates[1]}"
+            yield f"Computed for {gpu.card.name}: {rates[0]}{bubble}; FlashAttention 3: {rates[1]}"
 
     def table(self) -> Iterator[str]:
         """Yield the lines of a table in Markdown, then step times and the order of kernels."""
@@ -146,7 +147,7 @@ class StepCount:
             attention = Kind.ATTENTION, Kind.ATTENTION_BACKWARD
             kinds = ((Kind.PRODUCT,), attention, (Kind.COPY,), (Kind.OTHER,))
             sizes = ", ".join(part.gb(*kind) for kind in kinds)
-            times = ", ".join(f"{part.ms(gpu)}" for gpu in GPUS)
+            times = ", ".join(f"{part.ms(gpu)}" for gpu in (H100, H200))
             yield f"| {' | '.join([name, *counts, sizes, times])} |"
         yield ""
         for line in self._rates():

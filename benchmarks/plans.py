@@ -20,7 +20,7 @@ from distTest.workloads.script import REPOSITORY
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model.source.files import read_model_config
-from shardtune.planner.command.options import add_arguments, add_plan_arguments, split_nodes
+from shardtune.planner.command.options import add_arguments, add_plan_arguments, split_runs
 from shardtune.planner.command.plan_command import machine_of
 from shardtune.planner.command.team_table import print_team_table
 from shardtune.planner.command.text import describe
@@ -81,7 +81,7 @@ def team_of(arguments: str) -> str:
     model, *options = shlex.split(arguments)
     given = parser.parse_intermixed_args([f"{CONFIGS / model}", *options])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        print_team_table(split_nodes(given), silent)
+        print_team_table(split_runs(given), silent)
     return printed.getvalue()
 
 

@@ -136,10 +136,10 @@ def _add_directories(parser: Parser, help_: str) -> None:
 
 
 def _plan(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.planner.command.options import add_plan_arguments, read_run_config, split_nodes
+    from shardtune.planner.command.options import add_plan_arguments, read_run_config, split_runs
 
     add_plan_arguments(parser)
-    runs = split_nodes(parser.parse_intermixed_args(arguments))
+    runs = split_runs(parser.parse_intermixed_args(arguments))
     for each in runs:
         read_run_config(each)  # refused before torch is imported
     from shardtune.planner.status_lines import status_lines

@@ -59,7 +59,8 @@ def plan(
     *assignments: str,
     nodes: int = 2,
     gpus_per_node: int = 8,
-    gpu_memory: float = 80,
+    gpu: str | None = None,
+    gpu_memory: float | None = None,
     host_memory: float = 2000,
     nic_gbps: float | None = None,
     nvlink_gbps: float | None = None,
@@ -82,11 +83,14 @@ def plan(
         assignments=assignments,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
+        gpu=gpu,
         gpu_memory=gpu_memory,
         host_memory=host_memory,
         nic_gbps=nic_gbps,
         nvlink_gbps=nvlink_gbps,
         gpu_tflops=gpu_tflops,
+        tokens=None,
+        price=None,
     )
     run, _, lines = plan_config(options)
     between, inside = run.received
@@ -107,5 +111,5 @@ def plan(
         ],
         step_seconds=run.floor_s or None,
         bound_by=run.bound_by,
-        text="\n".join([*lines, verdict(run)]),
+        text="\n".join(lines),
     )

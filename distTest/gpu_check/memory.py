@@ -88,7 +88,7 @@ def compare(job: Job, run: Run) -> tuple[list[str], str, dict[str, Any]]:
     """Return the problems, a summary and the figures of the peak that was planned and reached."""
     phase, peak = max(job.plan.peaks.items(), key=lambda item: item[1].n_bytes)
     last = run.steps[-1]
-    measured, pools = last["memory_bytes"], job.plan.peak_bytes - job.plan.machine.allowance_bytes
+    measured, pools = last["memory_bytes"], job.plan.pools_bytes
     figures = {
         "planned_bytes": peak.n_bytes,
         "planned_pools_bytes": pools,

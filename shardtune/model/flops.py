@@ -13,7 +13,6 @@ recomputation count nothing.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardtune.cards import card_of
 from shardtune.data.schedule import Cost
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
@@ -54,22 +54,6 @@ _SPANS = {
 }
 _WITHOUT_PAIRS = ("linear_attention", "conv", "moe", "mlp")
 
-# TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
-# sparsity. A device takes the first entry with a name whose words are all in the device's name.
-_PUBLISHED_TFLOPS = {
-    149.7: ("A40",),
-    165.2: ("RTX 4090",),
-    312: ("A100", "A800"),
-    362: ("L40S",),
-    503.8: ("RTX PRO 6000 Workstation",),
-    756: ("H100 PCIe",),
-    835: ("H100 NVL", "H200 NVL"),
-    989: ("H100", "H200", "H800", "GH200"),
-    2250: ("B200", "B300"),
-    2500: ("GB200", "GB300"),
-}
-# A device with one of these words in its name is smaller than the published one.
-_OTHER_DEVICES = {"MIG", "Laptop", "Max", "D"}
 _GEMM_SIZE = 1024
 
 
@@ -281,11 +265,8 @@ class MfuMeter:
 
 def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s of a GPU in bfloat16 or float16, dense, or None."""
-    words = set(re.split(r"[\s-]+", device_name))
-    if dtype not in (torch.bfloat16, torch.float16) or words & _OTHER_DEVICES:
-        return None
-    peaks = ((teraflops, name) for teraflops, names in _PUBLISHED_TFLOPS.items() for name in names)
-    return next((1e12 * peak for peak, name in peaks if words.issuperset(name.split())), None)
+    card = card_of(device_name) if dtype in (torch.bfloat16, torch.float16) else None
+    return card.flops_per_s if card else None
 
 
 def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.1) -> float:

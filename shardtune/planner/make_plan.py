@@ -23,7 +23,7 @@ from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.model.moe.placement import gathered_numel, is_cut, is_spread
 from shardtune.model.stages import layers_of_stages
 from shardtune.planner.arithmetic.figures import Collective
-from shardtune.planner.arithmetic.host_link import HostLink, host_link, pieces_bytes
+from shardtune.planner.arithmetic.host_link import host_link, pieces_bytes
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.roofline import gpu_of, seconds
 from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic, rows_bytes
@@ -125,8 +125,8 @@ class _Planner:
                     break
         return parts
 
-    def stage(self, world: World, tiles: int = 1) -> Plan:
-        """Plan the stage of `world`'s rank."""
+    def stage(self, world: World, tiles: int = 1, keeps_groups: bool = True) -> Plan:
+        """Plan the stage of `world`'s rank; with `keeps_groups` groups may stay gathered."""
         config, machine, layout = self._config, self._machine, world.layout
         model = build_on_meta(config, self._model_config, world)
         whole = whole_on_meta(config, self._model_config, world)
@@ -134,6 +134,8 @@ class _Planner:
         optimizer = build_optimizer(owned, config)
         states, kept = state_bytes(model, optimizer, layout), kept_bytes(model, layout)
         policy = self._policy(kept, states, layout)
+        if not keeps_groups:
+            policy = replace(policy, kept_groups=0)
         shapes = Shapes(whole)
         updated = [to_local(p).numel() for p in owned.by_name.values()]
         link = host_link(sum(updated), policy, layout)
@@ -144,22 +146,25 @@ class _Planner:
             pieces = pieces_bytes(max(updated), layout)
             memory = partial(step_memory, measured, states, optimizer, pieces, machine)
             traffic = measured.step_traffic(layout.micro_batches)
-            peaks, peak_bytes = memory()
-            needed_bytes = peak_bytes  # groups stay gathered only in memory that is left
+            peaks, pools = memory()
+            needed_bytes = pools + machine.allowance_bytes(layout, pools)
+            if policy.kept_groups and needed_bytes > machine.memory_bytes:
+                return self.stage(world, tiles, keeps_groups=False)
             if not policy.kept_groups:
-                policy, gathered = self._keep(model, kept, states, world, peak_bytes, traffic)
-                peaks, peak_bytes = memory(gathered)
+                policy, gathered = self._keep(model, kept, states, world, needed_bytes, traffic)
+                peaks, pools = memory(gathered)
         else:
             keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
             traffic = least_traffic(shapes, world.stage, keeps, layout)
             peak = bounded_memory(model, shapes, config, states, world)
-            peaks, needed_bytes = {"any phase": peak}, peak.n_bytes + machine.allowance_bytes
-            peak_bytes = needed_bytes
-        return Plan(
+            peaks, pools = {"any phase": peak}, peak.n_bytes
+            needed_bytes = pools + machine.allowance_bytes(layout, pools)
+        plan = Plan(
             config=config,
             layout=layout,
             machine=machine,
-            peak_bytes=peak_bytes,
+            peak_bytes=pools + machine.allowance_bytes(layout, pools),
+            pools_bytes=pools,
             pinned_bytes=storage.pinned_bytes,
             traffic=(traffic,),
             host_link=link,
@@ -176,8 +181,9 @@ class _Planner:
             reason=reason,
             shapes=shapes,
             storage=storage,
-            kernels_s=_kernel_seconds(measured, states, link, layout, machine),
+            kernels_s=None,
         )
+        return replace(plan, kernels_s=_kernel_seconds(measured, plan))
 
     def _measure(self, step: Step, whole: PreTrainedModel) -> tuple[Measured | None, str]:
         """Return the measures of a simulated step, or None and why no step could be simulated."""
@@ -192,10 +198,15 @@ class _Planner:
             return None, f"no step of {kind} can be simulated: {first_line(error)}"
 
     def _policy(
-        self, kept: KeptBytes, states: StateBytes, layout: Layout, planned_groups: int = 0
+        self,
+        kept: KeptBytes,
+        states: StateBytes,
+        layout: Layout,
+        planned_groups: int | None = None,
     ) -> ReshardPolicy:
         """Decide as `choose_reshard_policy` does."""
-        free = self._machine.memory_bytes - self._machine.allowance_bytes - states.total
+        allowance_bytes = self._machine.allowance_bytes(layout)
+        free = self._machine.memory_bytes - allowance_bytes - states.total
         fixed = fixed_policy(layout)
         policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
         return policy
@@ -253,21 +264,26 @@ def _join(stages: Sequence[Plan]) -> Plan:
     )
 
 
-def _kernel_seconds(
-    measured: Measured | None, states: StateBytes, link: HostLink, layout: Layout, machine: Machine
-) -> float | None:
-    """Return the seconds of a step's kernels and of its update; None on CPUs."""
-    if not measured or not machine.is_gpu:
+def _kernel_seconds(measured: Measured | None, plan: Plan) -> float | None:
+    """Return the seconds of a step's kernels and update; None on CPUs and unknown cards."""
+    layout, machine, states = plan.layout, plan.machine, plan.states
+    if not measured or not machine.is_gpu or not machine.card:
         return None
-    gpu = gpu_of(machine.memory_bytes)
-    update_s = link.update.seconds(machine)  # with offload an update lasts as long as its copies
+    gpu = gpu_of(machine.card)
+    update_s = plan.host_link.update.seconds(machine)  # an offloaded update lasts as its copies
     if not layout.offloads:
         # Adapters, their gradients and moments are float32.
         weights = states.gradients if layout.is_lora else states.parameters
         # The update is one kernel a piece, and the norm reads the gradients before it.
         update_s = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
-    kernels = measured.step_kernels(layout.micro_batches)
-    return seconds(kernels, gpu) + update_s
+    kernels_s = seconds(measured.step_kernels(layout.micro_batches), gpu) + update_s
+    # Gathers hide behind the products of dense layers. Experts that are not spread are gathered
+    # for few products, and take that time besides.
+    inside = Counter(plan.received[1])
+    gathers_s = (inside["all-gather"] + inside["reduce-scatter"]) / gpu.gather_bytes_per_s
+    if plan.has_experts and layout.expert == 1:
+        return kernels_s + gathers_s
+    return max(kernels_s, gathers_s)
 
 
 def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tuple[int, ...]]]:

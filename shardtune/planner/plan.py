@@ -21,6 +21,7 @@ class Plan(Estimate):
     states: StateBytes
     policies: tuple[ReshardPolicy, ...]  # one per stage
     tiles: int  # tiles of experts and MLPs, see `tile_layers`
+    pools_bytes: int  # what the allocator takes for tensors at the peak
     needed_bytes: int  # the peak if no group stayed gathered in memory that is left
     peaks: dict[str, Peak]  # by phase, with states, without the device's allowance
     attention: str  # the attention that the model takes; empty in a bound
@@ -57,6 +58,12 @@ class Plan(Estimate):
         return least > self.machine.memory_bytes or not self.host_fits
 
     @property
-    def eager_s(self) -> float | None:
-        """Estimated seconds of a step with eager kernels, on an H100 or H200."""
-        return None if self.kernels_s is None else self.kernels_s / (1 - self.layout.bubble)
+    def about_s(self) -> float | None:
+        """Estimated seconds of a step: its kernels one after another, or its slowest link."""
+        if self.kernels_s is None:
+            return None
+        return max(self.kernels_s / (1 - self.layout.bubble), self.floor_s)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.shapes.by_stage(1)[0].layers.experts > 0

@@ -235,7 +235,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
 
 def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
     """Return a plan's figures and verdict. `changes`: plans that fit."""
-    beside_tensors = 0 if plan.machine.is_gpu else plan.machine.allowance_bytes
+    beside_tensors = 0 if plan.machine.is_gpu else plan.peak_bytes - plan.pools_bytes
     return Prediction(
         peak_bytes=plan.allocated_bytes + beside_tensors,
         source="simulated step" if plan.is_simulated else "bound from shapes",

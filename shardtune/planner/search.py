@@ -7,7 +7,7 @@ simulated: of the three fastest meshes, and if none of them fits, of the leanest
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice, product
@@ -59,7 +59,7 @@ class Search:
         say: Say = silent,
     ) -> None:
         """Search around `plan`, and call `say` before each simulated step."""
-        self.plan, self._simulations = plan, simulations
+        self.plan, self.simulations = plan, simulations
         self._may_change, self._say = may_change, say
 
     @cached_property
@@ -91,19 +91,32 @@ class Search:
     def fastest(self) -> Plan | None:
         """Return the fastest run that fits and trains the same, with the fewest other settings.
 
-        `plan` may be a bound. Offload is tried with all others, since its time is known. Settings
-        that round more come last.
+        `plan` may be a bound.
+        """
+        return next(iter(self._try(self._same_training(), 1 / _MARGIN, wanted=1)), None)
+
+    def fastest_by_arithmetic(self) -> Estimate | None:
+        """Return the run that `fastest` simulates first."""
+        limit = _MARGIN * self.plan.machine.memory_bytes
+        for group in self._same_training():
+            runs = (run for setting in group for run in self._estimates(*setting))
+            if fitting := [run for run in runs if run.peak_bytes <= limit]:
+                return min(fitting, key=_rank)
+        return None
+
+    def _same_training(self) -> Iterator[list[Setting]]:
+        """Yield groups of settings that train the same, those with fewer settings first.
+
+        Offload is tried with all others, since its time is known. Settings that round more come
+        last.
         """
         same = [*same_training(self.plan.layout, self.plan.shapes, self.plan.machine)]
         moves = [kind for kind in same if "optimizer.offload" in kind[0][0]]
         rounding = [kind for kind in same if _ROUNDING & kind[0][0].keys()]
         others = [kind for kind in same if kind not in moves + rounding]
         anywhere: list[Setting] = [({}, ""), *chain(*moves)]
-        groups = (
-            [together(pair) for pair in product(anywhere, group)]
-            for group in settings(others, [setting for (setting,) in rounding])
-        )
-        return next(iter(self._try(groups, 1 / _MARGIN, wanted=1)), None)
+        for group in settings(others, [setting for (setting,) in rounding]):
+            yield [together(pair) for pair in product(anywhere, group)]
 
     def fewest_nodes(self) -> Estimate | None:
         """Return, by arithmetic, a mesh that holds a run on about the fewest nodes.
@@ -125,7 +138,7 @@ class Search:
         plan = replace(self.plan, machine=replace(self.plan.machine, nodes=nodes))
         is_lean = plan.layout.keeps_inputs_alone
         kept = {} if is_lean else {"model.activation_checkpointing": "full"}
-        return Search(plan, self._simulations, self._may_change)._by_arithmetic(kept)
+        return Search(plan, self.simulations, self._may_change)._by_arithmetic(kept)
 
     def _by_arithmetic(
         self, values: Mapping[str, Any], slowest_s: float = math.inf
@@ -192,9 +205,9 @@ class Search:
     def _simulate(self, estimate: Estimate) -> Plan | None:
         named = " ".join(mesh_arguments(estimate))
         self._say(f"simulating a step with {named or 'no other keys'}")
-        model_config, machine = self._simulations.model_config, self.plan.machine
+        model_config, machine = self.simulations.model_config, self.plan.machine
         try:
-            plan = make_plan(estimate.config, model_config, machine, self._simulations)
+            plan = make_plan(estimate.config, model_config, machine, self.simulations)
         except UserError:  # shards would cut the blocks of an optimizer
             return None
         return replace(plan, values=estimate.values, price=estimate.price)
@@ -218,7 +231,7 @@ class Search:
     @cached_property
     def _with_adapters(self) -> Shapes:
         config = with_values(self.plan.config, ADAPTERS)
-        return bound_plan(config, self._simulations.model_config, self.plan.machine).shapes
+        return bound_plan(config, self.simulations.model_config, self.plan.machine).shapes
 
     def _can_be_cut(self, estimate: Estimate) -> bool:
         if estimate.layout.context > self.plan.layout.context and not self._is_shareable:
@@ -246,7 +259,7 @@ class Search:
     ) -> bool:
         """Return whether `require` accepts the first layers: a trial of all takes seconds."""
         layers = min(_TRIAL_LAYERS, self.plan.shapes.n_layers)
-        shallow = with_layers(self._simulations.model_config, layers)
+        shallow = with_layers(self.simulations.model_config, layers)
         try:
             require(layout, shallow)
         except UserError:

@@ -145,6 +145,6 @@ def compare(
         allocated = measured.allocated[phase]
         assert plan.peaks[phase].n_bytes == pytest.approx(allocated, rel=0.02), phase
     assert plan.allocated_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
-    pools = plan.peak_bytes - machine.allowance_bytes
+    pools = plan.pools_bytes
     assert pools == pytest.approx(measured.reserved_bytes, rel=0.02)
     return plan

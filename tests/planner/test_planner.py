@@ -177,7 +177,10 @@ def test_the_command_needs_config_json_alone(tmp_path, capsys):
     assert f"Parameters: {numel:,} |" in said
     per_rank = numel / 2 / 1e9
     assert f"States: {16 * per_rank:.1f} GB = " in said
-    assert re.search(r"^A step takes at least: .*; about \S+ s by the bytes", said, re.MULTILINE)
+    assert re.search(
+        r"^A step takes about \S+ s, as eager kernels on H100 do; ", said, re.MULTILINE
+    )
+    assert re.search(r"^A step takes at least: .*", said, re.MULTILINE)
     assert "The run fits" in said
     assert gc.isenabled(), "it is off while PyTorch is imported, and no longer"
 
@@ -204,7 +207,7 @@ def test_what_stays_gathered_takes_half_of_what_is_left():
     """A step that keeps as many groups sends what the plan counts, and takes no more memory."""
     settings = ["parallel.expert=4", "data.max_length=64", *STEPS]
     config, model_config = configured(*settings), with_layers(GLM, 4)
-    machine = replace(MACHINE, memory_bytes=4.048e9)
+    machine = replace(MACHINE, memory_bytes=5.848e9)
     plan = make_plan(config, model_config, machine)
     layers, layers_with_experts = 4, 3
     (kept,) = plan.kept_groups
@@ -225,7 +228,7 @@ def test_what_stays_gathered_takes_half_of_what_is_left():
 @pytest.mark.full
 def test_experts_that_are_not_shared_do_not_stay_gathered():
     """They would be copied once instead of in each pass, and travel in neither case."""
-    machine, model_config = replace(MACHINE, memory_bytes=4.042e9), with_layers(GLM, 4)
+    machine, model_config = replace(MACHINE, memory_bytes=5.8425e9), with_layers(GLM, 4)
     config = configured("parallel.expert=8", "data.max_length=64", *STEPS)
     plan = make_plan(config, model_config, machine)
     assert plan.kept_groups == [1 + model_config.num_hidden_layers]
@@ -262,7 +265,8 @@ def test_the_run_takes_as_many_hours_as_its_steps(models, tmp_path, capsys):
     arguments = [*given, *machine, f"data.train={data}", "parallel.context=2"]
     assert run(["plan", "--config", str(CONFIG), *arguments]) == 0
     assert re.search(
-        r"The run takes at least \S+ h: 60 steps, [\d,]+ tokens", capsys.readouterr().out
+        r"The run takes at least \S+ h, about \S+ h: 60 steps, [\d,]+ tokens",
+        capsys.readouterr().out,
     )
 
     def length(file: Path, *more: str) -> RunLength | str:

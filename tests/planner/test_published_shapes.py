@@ -15,7 +15,7 @@ from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.model.documents.attention_check import require_documents_apart
 from shardtune.model.source.files import read_model_config
-from shardtune.planner.command.options import add_arguments
+from shardtune.planner.command.options import add_plan_arguments, split_runs
 from shardtune.planner.command.plan_command import plan_run
 
 # Of each: nodes, the billions of parameters in its name or card, and settings.
@@ -65,6 +65,8 @@ def test_a_type_of_its_own_is_planned_as_its_class_and_said(tmp_path, capsys):
 
 def _options(folder: Path, *settings: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_plan_arguments(parser)
     given = [f"model.path={folder}", "data.train=unread", "data.max_length=512", *settings]
-    return parser.parse_intermixed_args(["--config", "/dev/null", "--nodes", "1", *given])
+    arguments = ["--config", "/dev/null", "--nodes", "1", *given]
+    (run,) = split_runs(parser.parse_intermixed_args(arguments))
+    return run

@@ -83,8 +83,8 @@ def test_tiles_are_tried_where_a_step_does_not_fit_without(experts, has_experts)
         machine = replace(MACHINE, memory_bytes=memory_bytes)
         return make_plan(config, model_config, machine, simulations)
 
-    plan = planned(8e9)
-    tiled, neither = planned(plan.needed_bytes - 1), planned(MACHINE.allowance_bytes)
+    plan, neither = planned(8e9), planned(MACHINE.allowance_bytes(MACHINE.layout(config)))
+    tiled = planned(neither.needed_bytes - 1)  # where no group stays gathered either
     assert (plan.tiles, tiled.tiles, neither.tiles) == (1, 2, 1)
     assert plan.fits and tiled.fits and not neither.fits
 
@@ -117,7 +117,7 @@ def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with():
         ("parallel.replicate=2", True),
         ("data.max_length=512", False),
         ("parallel.context=2", False),
-        ("lora.rank=4", False),
+        ("lora.rank=4", True),
     ):
         config = configured(assignment)
         with fake_world(Layout.of(config, 4), 4) as world:

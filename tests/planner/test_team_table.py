@@ -12,7 +12,7 @@ from helpers.planned import LLAMA
 from transformers import LlamaConfig
 
 from shardtune.__main__ import COMMANDS, run
-from shardtune.planner.command import team_table
+from shardtune.planner.search import Search
 
 # Each command line, and what is refused; for none the command's help.
 REFUSED = {
@@ -26,7 +26,9 @@ REFUSED = {
     "MODEL --gpu-memory 0": "--gpu-memory 0: no such machine",
     "MODEL --nodes 1,x": "argument --nodes: 1,x is not a number of nodes - write a whole number",
     "MODEL --nodes 0": "argument --nodes: 0 is not a number of nodes",
-    "MODEL QUANTISED": "2 models are given: MODEL, QUANTISED - name one",
+    "MODEL QUANTISED": "its weights are quantised by awq",
+    "MODEL --gpu MI300X": "--gpu MI300X: the rates of this card are not known - use one of B300",
+    "MODEL --gpu h100 --price 0": "--price 0: no such price - give more than 0",
     "./absent": "model.path=./absent does not exist",
     "/absent/model": "model.path=/absent/model does not exist (the directory /absent does not",
     "NAMELESS": "model.path=NAMELESS: its config.json has no model_type - name a hub id or a dir",
@@ -76,30 +78,32 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
 
 
 def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, capsys, monkeypatch):
-    """Of a GPU 4 GB are allowed for the device's own; frozen weights fit into the rest.
+    """1.3 GB of a GPU are allowed for the device's own; frozen weights fit into the rest.
 
-    Each row is printed as soon as it is found.
+    Rows by arithmetic come first, and each row is printed as soon as it is found.
     """
     shown: list[str] = []
-    search = team_table._search
+    fastest = Search.fastest
 
-    def searched(*given: Any) -> Any:
+    def searched(search: Search) -> Any:
         shown.append(capsys.readouterr().out)
-        return search(*given)
+        return fastest(search)
 
-    monkeypatch.setattr(team_table, "_search", searched)
+    monkeypatch.setattr(Search, "fastest", searched)
     wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
     wide.save_pretrained(tmp_path)
     machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
-    assert run(["plan", str(tmp_path), *machine, "4.6", "data.max_length=64"]) == 0
+    assert run(["plan", str(tmp_path), *machine, "1.93", "data.max_length=64"]) == 0
     printed = capsys.readouterr()
-    assert [text.count("\n") for text in shown] == [1, 1]
-    head, whole, adapters, more, *_ = ("".join(shown) + printed.out).splitlines()
+    first, second = (text.splitlines() for text in shown)
+    assert first[0].startswith("By arithmetic") and first[4:] == ["", "Simulated:", first[1]]
+    assert [line.split()[2:4] for line in first[2:4]] == [["weights", "no"], ["yes", "1.5"]]
+    head, whole, adapters, more, *_ = [first[1], *second, *printed.out.splitlines()]
     assert head.split()[:3] == ["nodes", "trains", "fits"]
     assert whole.split() == ["1", "all", "weights", "no", *"----"]
-    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 4 < float(adapters.split()[3]) <= 4.6
+    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 1.3 < float(adapters.split()[3]) <= 1.93
     assert "train.gradient_accumulation_steps=32" in adapters
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
     assert "Plan: simulating a step with train.gradient_accumulation_steps" in printed.err
-    assert run(["plan", str(tmp_path), *machine, "4.1", "data.max_length=64"]) == 3
+    assert run(["plan", str(tmp_path), *machine, "1.4", "data.max_length=64"]) == 3
     assert capsys.readouterr().err.splitlines()[-1].startswith("ERROR: nothing of ")

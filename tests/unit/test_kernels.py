@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # registers its operators
 
+from shardtune.cards import CARDS
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.arithmetic.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
 from shardtune.planner.simulation.kernel_costs import kernel_of
@@ -112,5 +113,11 @@ def test_a_collective_is_counted_whose_result_is_no_tensor():
     )
 
 
-def test_a_plan_names_the_gpu_with_its_memory():
-    assert (gpu_of(80e9), gpu_of(141e9)) == (H100, H200)
+def test_cards_reach_shares_of_their_peaks():
+    """Attention by FlashAttention-2 is no faster on a card that is newer than H100."""
+    assert (H100.products, H100.attention, H100.attention_backward) == (650e12, 350e12, 270e12)
+    assert H100.bytes_per_s == pytest.approx(2.814e12) and H200.products == H100.products
+    assert H100.exchange_bytes_per_s == pytest.approx(350e9)
+    a100, b200 = gpu_of(CARDS["A100-80"]), gpu_of(CARDS["B200"])
+    assert [*a100[1:]] == pytest.approx([220e12, 190e12, 150e12])
+    assert b200.attention == H100.attention and b200.products > 2 * H100.products

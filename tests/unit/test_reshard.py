@@ -57,7 +57,10 @@ def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
 @pytest.mark.parametrize(
     ("free", "planned", "groups"),
     [
-        (100, 0, 4),  # half of it is room for all, whatever the plan says
+        (100, 4, 4),  # half of it is room for all
+        (100, 2, 2),
+        (100, None, 4),  # before a plan, all or none
+        (98, None, 0),
         (98, 0, 0),
         (98, 2, 2),
         (98, 4, 3),

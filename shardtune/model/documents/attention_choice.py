@@ -147,7 +147,7 @@ def decide_attention(
     usual, packing = model.config._attn_implementation, layout.packing
     mixers = state_mixers(model)
     is_auto, reason = layout.attention == "auto", f"model.attention={layout.attention}"
-    if is_auto or packing:
+    if not is_by_document and (is_auto or packing):
         trial.attend_alone()  # the measure of all ways: before the model is changed
     separate_documents(mixers, at_once=False)
     if is_auto:

@@ -117,12 +117,13 @@ def estimate(
     config: Config, shapes: Shapes, machine: Machine, step_flops: float | None
 ) -> Estimate:
     """Estimate a run from the shapes of its model."""
-    layout, free = machine.layout(config), machine.memory_bytes - machine.allowance_bytes
+    layout = machine.layout(config)
+    free = machine.memory_bytes - machine.allowance_bytes(layout)
     traffic, peaks, links = [], [], []
     states, inputs = [], []  # in host memory
     for stage in range(layout.stages):
         memory, keeps = rough_memory(shapes, stage, layout, free)
-        peaks.append(memory + machine.allowance_bytes)
+        peaks.append(memory + machine.allowance_bytes(layout, memory))
         traffic.append(least_traffic(shapes, stage, keeps, layout))
         updated = shapes.trained(stage, layout)
         links.append(host_link(updated, keeps.policy, layout))

@@ -7,14 +7,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardtune.cards import CARDS, Card
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
 from shardtune.planner.arithmetic.figures import Collective
 
-# CUDA's context, NCCL's buffers, and memory that the allocator cannot use: assumed.
-GPU_ALLOWANCE_BYTES = 4 * 10**9
+# CUDA's context and libraries of a process that is alone, or has NCCL's buffers for gathers, and
+# the buffers of all-to-alls. docs/published.md has the evidence.
+_ALONE_BYTES, _IN_GROUPS_BYTES, _EXCHANGES_BYTES = 1.3e9, 2.5e9, 3.3e9
+_FRAGMENTED = 0.05  # share of the allocator's pools that it cannot use
 # A CPU process takes this for gloo's buffers, and for libraries that load at their first use.
-CPU_ALLOWANCE_BYTES = 10**8
+_CPU_BYTES = 10**8
 # A node's rate to its disk or to a shared one: an assumption for the time of a save.
 DISK_BYTES_PER_S = 2 * 10**9
 
@@ -32,15 +35,25 @@ class Machine:
     is_gpu: bool = True  # else ranks are processes that share their node's memory
     native_dtype: str | None = None  # the dtype of model.compute_dtype=auto, see `Layout.of`
     host_bytes: float = math.inf  # memory of a node, beside its GPUs'
-    # Assumed: PCIe 5 x16 between a GPU and host memory, and two sockets with DDR5-4800, whose rate
-    # is of reads and writes together.
-    host_bytes_per_s: float = 50e9
+    # Assumed: two sockets with DDR5-4800, whose rate is of reads and writes together.
     host_memory_bytes_per_s: float = 600e9
+    card: Card | None = CARDS["H100"]  # None: its rates are not known
 
     @property
-    def allowance_bytes(self) -> int:
-        """Memory of the device or the process itself, beside tensors."""
-        return GPU_ALLOWANCE_BYTES if self.is_gpu else CPU_ALLOWANCE_BYTES
+    def host_bytes_per_s(self) -> float:
+        """Bytes/s between a rank's device and host memory, one way."""
+        return (self.card or CARDS["H100"]).host_bytes_per_s
+
+    def allowance_bytes(self, layout: Layout, pools_bytes: float = 0) -> int:
+        """Return the memory of the device or the process itself, beside tensors.
+
+        `pools_bytes`: memory that the allocator takes for tensors.
+        """
+        if not self.is_gpu:
+            return _CPU_BYTES
+        fixed = _IN_GROUPS_BYTES if layout.ranks > 1 else _ALONE_BYTES
+        exchanges = _EXCHANGES_BYTES * (layout.expert > 1 or layout.context > 1)
+        return round(fixed + exchanges + _FRAGMENTED * pools_bytes)
 
     @property
     def backend(self) -> str:

@@ -1,13 +1,14 @@
-"""Estimate a GPU's time for counted kernels, within about 30%: an assumption, not measured.
+"""Estimate a GPU's time for counted kernels: an assumption, held against runs that others measured.
 
-Rates are what large kernels reach, below the published peaks:
+Rates are the shares of a card's published peaks that large kernels reach:
 
-- matrix products in bfloat16: cuBLAS reaches about 650 of H100's 989 TFLOP/s at 700 W;
-- attention: FlashAttention-2 on H100, causal, heads of 128, and FlashAttention-3 (arXiv 2407.08608,
-  figures 5 and 6); a backward that repeats to the bit is assumed to be slower;
-- memory: 84% of the published 3.35 TB/s (H100 SXM) and 4.8 TB/s (H200);
+- matrix products in bfloat16: cuBLAS reaches about 650 of H100's 989 TFLOP/s at 700 W, and 220 of
+  A100's 312;
+- attention: FlashAttention-2 on H100 and A100, causal, heads of 128, and FlashAttention-3 on H100
+  (arXiv 2407.08608, figures 5 and 6), whose backward is slower if it repeats to the bit;
+- memory: 84% of the published rate;
 - a launch: the host's time for one operator of PyTorch, eager, forward or backward;
-- exchanges of tokens inside a node: 350 of NVLink's 450 GB/s.
+- exchanges of tokens inside a node: 350 of the 450 GB/s of H100's NVLink, and gathers 330.
 """
 
 from __future__ import annotations
@@ -15,32 +16,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardtune.cards import CARDS, Card
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 
 LAUNCH_S = 4.5e-6
+_HOPPER_FLOPS_PER_S = 700e12  # slower cards are of Ampere, Ada or GeForce
 
 
 class Gpu(NamedTuple):
-    """Rates of one GPU: FLOP/s and bytes/s."""
+    """Rates that kernels reach on a card: FLOP/s and bytes/s."""
 
-    name: str
-    bytes_per_s: float
-    products: float = 650e12
-    attention: float = 350e12
-    attention_backward: float = 270e12
-    exchange_bytes_per_s: float = 350e9
-    peak: float = 989e12
+    card: Card
+    products: float
+    attention: float
+    attention_backward: float
 
-    def with_flash_attention_3(self) -> Gpu:
-        return Gpu(self.name, self.bytes_per_s, attention=550e12, attention_backward=400e12)
+    @property
+    def bytes_per_s(self) -> float:
+        return 0.84 * self.card.bytes_per_s
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        return 350 / 450 * self.card.link_bytes_per_s
+
+    @property
+    def gather_bytes_per_s(self) -> float:
+        return 330 / 450 * self.card.link_bytes_per_s
+
+    def with_flash_attention_3(self, repeats: bool = True) -> Gpu:
+        """Return H100's rates. `repeats`: the backward repeats to the bit."""
+        return Gpu(self.card, self.products, 650e12, 400e12 if repeats else 500e12)
 
 
-GPUS = H100, H200 = (Gpu("H100", 2.8e12), Gpu("H200", 4.0e12))
+def gpu_of(card: Card) -> Gpu:
+    """Return the rates that kernels reach on a card."""
+    peak = card.flops_per_s
+    if peak < _HOPPER_FLOPS_PER_S:
+        return Gpu(card, 220 / 312 * peak, 190 / 312 * peak, 150 / 312 * peak)
+    # FlashAttention-2 is no faster on a later card, which it does not know either.
+    of_h100 = min(1, peak / 989e12)
+    return Gpu(card, 650 / 989 * peak, 350e12 * of_h100, 270e12 * of_h100)
 
 
-def gpu_of(memory_bytes: float) -> Gpu:
-    """Return the GPU that has this memory, or is nearest to it."""
-    return H200 if memory_bytes > 110e9 else H100
+H100, H200 = gpu_of(CARDS["H100"]), gpu_of(CARDS["H200"])
 
 
 def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:

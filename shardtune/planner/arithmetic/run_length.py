@@ -35,11 +35,15 @@ class RunLength:
     is_counted: bool
 
 
-def run_length(config: Config, layout: Layout) -> RunLength | str:
+def run_length(config: Config, layout: Layout, tokens: float | None = None) -> RunLength | str:
     """Return the length of a run, or why it is not known.
 
-    The beginning of each source is tokenized, and stands for the rest.
+    The beginning of each source is tokenized, and stands for the rest. `tokens`: those to train
+    instead, in full rows.
     """
+    if tokens:
+        steps = math.ceil(tokens / (layout.rows_per_step * layout.max_length))
+        return RunLength(steps, round(tokens), is_counted=True)
     specs = [source.path for source in config.data.train_sources.values()]
     if missing := [spec for spec in specs if not Path(spec).exists()]:
         return f"data.train={missing[0]} is not on this machine"
@@ -58,16 +62,16 @@ def run_length(config: Config, layout: Layout) -> RunLength | str:
         steps, steps_per_epoch = schedule.total_steps, schedule.steps_per_epoch
         if not steps:
             return f"data.train={', '.join(specs)} has nothing to train"
-        tokens = float(schedule.dataset.lengths[schedule.first_epoch].sum())
-        return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted=True)
-    rows = tokens = 0.0
+        n_tokens = float(schedule.dataset.lengths[schedule.first_epoch].sum())
+        return RunLength(steps, round(n_tokens * steps / steps_per_epoch), is_counted=True)
+    rows = n_tokens = 0.0
     for (lengths, _, share), weight in zip(samples, map(float, weights), strict=True):
         n_rows = best_fit(lengths, data.max_length)[1] if data.packing else len(lengths)
         rows += weight * n_rows / share
-        tokens += weight * float(lengths.sum()) / share
+        n_tokens += weight * float(lengths.sum()) / share
     steps_per_epoch = max(1, -(-round(rows) // layout.rows_per_step))
     steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
-    return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted=False)
+    return RunLength(steps, round(n_tokens * steps / steps_per_epoch), is_counted=False)
 
 
 class _Sample(NamedTuple):

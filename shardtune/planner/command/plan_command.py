@@ -26,8 +26,13 @@ from shardtune.model.tensor_parallel import require_separable
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.run_length import run_length
-from shardtune.planner.command.options import RATES, read_run_config
-from shardtune.planner.command.text import describe, describe_changes, describe_room
+from shardtune.planner.command.options import NIC_GBPS, card_of_options, read_run_config
+from shardtune.planner.command.text import (
+    by_arithmetic,
+    describe,
+    describe_changes,
+    describe_room,
+)
 from shardtune.planner.command.verdict import lacking, verdict
 from shardtune.planner.launch_arguments import as_arguments, launch_command
 from shardtune.planner.make_plan import bound_plan, make_plan
@@ -43,12 +48,12 @@ _SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # the default of
 
 
 def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
-    """Print the plan, and the fastest mesh that fits as a command.
+    """Print what arithmetic says, the verdict, the plan, and the fastest mesh that fits.
 
     Raises:
         UserError: the run would be refused, or does not fit (code 3).
     """
-    plan, simulations, lines = plan_config(options, say)
+    plan, simulations, lines = plan_config(options, say, partial(print, flush=True))
     print(*lines, sep="\n")
     changes = Search(plan, simulations, say=say).changes()
     arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
@@ -59,9 +64,7 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
     if plan.states.total > plan.machine.memory_bytes:
         say("counting the nodes that hold the states")
         print(*describe_room(plan, _nodes_needed(plan, simulations)), sep="\n")
-    if plan.fits:
-        print(verdict(plan))
-    else:
+    if not plan.fits:
         remedy = "the command above" if changes else lacking(plan)
         raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
 
@@ -80,42 +83,53 @@ def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | 
 
 
 def plan_config(
-    options: argparse.Namespace, say: Say = silent
+    options: argparse.Namespace, say: Say = silent, show: Say = silent
 ) -> tuple[Plan, Simulations, list[str]]:
     """Plan a run: its configuration, a file or a mapping of keys, and its machine are `options`.
 
-    Return the plan, the simulations for it, and its lines.
+    Return the plan, the simulations for it, and its lines, the verdict first. `show` gets a line by
+    arithmetic before that takes its time.
 
     Raises:
         UserError: the run would be refused.
     """
     config = read_run_config(options)
-    model_config = read_planned_config(config, say)
+    model_config, machine = read_planned_config(config), machine_of(options, config)
     simulations = Simulations(model_config)
+    bound = bound_plan(config, model_config, machine)
+    show(by_arithmetic(Search(bound, simulations).configured))
+    require_runnable(config, model_config, say)
     say("simulating a step as configured")
-    plan = make_plan(config, model_config, machine_of(options, config), simulations)
+    plan = make_plan(config, model_config, machine, simulations)
     folder = model_folder(config.model.path)
     notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
-    lines = describe(plan, run_length(config, plan.layout))
-    return plan, simulations, [*filter(None, notes), *lines]
+    lines = describe(plan, run_length(config, plan.layout, options.tokens), options.price)
+    return plan, simulations, [verdict(plan), *filter(None, notes), *lines]
 
 
-def read_planned_config(config: Config, say: Say) -> PreTrainedConfig:
+def read_planned_config(config: Config) -> PreTrainedConfig:
     """Return the model's configuration.
 
     Raises:
-        UserError: a run of it would be refused.
+        UserError: it cannot be read, or transformers does not know the model.
     """
     quiet_libraries(is_main=False)
     without_weights = config.model.model_copy(update={"init": "random"})
-    model_config = read_model_config(without_weights, config.data.max_length)
+    return read_model_config(without_weights, config.data.max_length)
+
+
+def require_runnable(config: Config, model_config: PreTrainedConfig, say: Say) -> None:
+    """Try a small copy of a model.
+
+    Raises:
+        UserError: a run of the model would be refused.
+    """
     say(f"trying a small copy of {model_config.model_type}")
     checks = require_composable, require_separable, require_documents_apart
     layout = Layout.of(config, ranks=1, is_gpu=True)
     at_once([partial(check, layout, model_config) for check in checks])
     if config.model.init == "pretrained":
         _require_fitting_files(config.model.path)
-    return model_config
 
 
 def _require_fitting_files(path: str) -> None:
@@ -134,17 +148,15 @@ def machine_of(options: argparse.Namespace, config: Config) -> Machine:
     measured = read_measured(Path(config.run.dir), nodes, ranks)
     if measured.ranks:
         print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
-    nic, nvlink, tflops = (default for default, _ in RATES.values())
-
-    def rate(given: float | None, unit: float, measured: float | None, default: float) -> float:
-        return given * unit if given is not None else measured or default * unit
-
+    card, nic = card_of_options(options), options.nic_gbps
     return Machine(
         nodes=nodes,
         ranks_per_node=ranks,
-        memory_bytes=options.gpu_memory * 1e9,
-        node_bytes_per_s=rate(options.nic_gbps, 1e9 / 8, measured.node_bytes_per_s, nic),
-        rank_bytes_per_s=rate(options.nvlink_gbps, 1e9 / 8, measured.rank_bytes_per_s, nvlink),
-        flops_per_s=rate(options.gpu_tflops, 1e12, measured.flops_per_s, tflops),
+        memory_bytes=card.memory_bytes,
+        node_bytes_per_s=(nic is None and measured.node_bytes_per_s) or (nic or NIC_GBPS) * 1e9 / 8,
+        rank_bytes_per_s=(options.nvlink_gbps is None and measured.rank_bytes_per_s)
+        or card.link_bytes_per_s,
+        flops_per_s=(options.gpu_tflops is None and measured.flops_per_s) or card.flops_per_s,
         host_bytes=options.host_memory * 1e9,
+        card=card,
     )

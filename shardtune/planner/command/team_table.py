@@ -1,15 +1,23 @@
-"""A table of the trainings of one model that fit on each number of nodes."""
+"""A table of the trainings of one or more models that fit on each number of nodes."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from shardtune.config import Config
 from shardtune.errors import DoesNotFit
+from shardtune.planner.arithmetic.estimate import Estimate
+from shardtune.planner.arithmetic.run_length import run_length
 from shardtune.planner.command.options import read_run_config
-from shardtune.planner.command.plan_command import machine_of, read_planned_config
-from shardtune.planner.command.text import table
+from shardtune.planner.command.plan_command import (
+    machine_of,
+    read_planned_config,
+    require_runnable,
+)
+from shardtune.planner.command.text import assumed, hours, table
 from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.mesh import with_values
@@ -22,37 +30,62 @@ from shardtune.units import gb
 
 _ROWS = 32  # the fewest rows of a step
 _ACCUMULATION = "train.gradient_accumulation_steps"
-# Padded to the widest cell below it, since each row is printed as soon as it is known.
-_HEAD = [
-    *("nodes", f"{'trains':<11}", "fits", "peak, GB"),
-    *("step, s at least", "tokens/s at most", "settings"),
-]
+
+
+class _Question(NamedTuple):
+    """A model on a number of nodes, and which weights it trains."""
+
+    options: argparse.Namespace
+    model: str
+    trains: str
+    search: Search
 
 
 def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
-    """Print what fits on each number of nodes: all weights, and adapters.
+    """Print what fits on each number of nodes, of each model: all weights, and adapters.
+
+    A table by arithmetic comes first, since each simulated row takes seconds.
 
     Raises:
-        UserError: the run would be refused, or nothing fits (code 3).
+        UserError: a run would be refused, or nothing fits (code 3).
     """
-    simulations = Simulations(read_planned_config(read_run_config(runs[0]), say))
-    rows: list[list[str]] = []
+    models = list(dict.fromkeys(read_run_config(options).model.path for options in runs))
+    head = _head(models, runs[0])
+    questions: list[_Question] = []
+    for question in _questions(runs, say):
+        if not questions:
+            print("By arithmetic, within a tenth:", *table(head, []), sep="\n")
+        questions.append(question)
+        print(_line(head, question, question.search.fastest_by_arithmetic()), flush=True)
+    for search in {question.model: question.search for question in questions}.values():
+        require_runnable(search.plan.config, search.simulations.model_config, say)
+    print("", "Simulated:", *table(head, []), sep="\n", flush=True)
     lines: list[str] = []
-    print(*table(_HEAD, []), flush=True)
+    fits = False
+    for question in questions:
+        options, _, trains, search = question
+        say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")
+        plan = search.fastest()
+        fits |= plan is not None
+        print(_line(head, question, plan), flush=True)
+        if not plan and options.nodes == runs[-1].nodes:
+            lines += _from_more_nodes(search, trains)
+    print(*lines, *_assumptions(search.plan, runs[0]), sep="\n")
+    if not fits:
+        raise DoesNotFit(f"nothing of {', '.join(models)} fits - take more or larger GPUs")
+
+
+def _questions(runs: Sequence[argparse.Namespace], say: Say) -> Iterator[_Question]:
+    simulations: dict[str, Simulations] = {}
     for options in runs:
         config = read_run_config(options)
+        path = config.model.path
+        if path not in simulations:
+            simulations[path] = Simulations(read_planned_config(config))
         adapters = {} if config.lora.rank else ADAPTERS
         for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
-            say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")
-            search = _search(options, with_values(config, values), simulations, say)
-            plan = search.fastest()
-            rows.append([f"{options.nodes}", trains, *_cells(plan)])
-            print([*table(_HEAD, rows[-1:])][1], flush=True)
-            if not plan and options is runs[-1]:
-                lines += _from_more_nodes(search, trains)
-    print(*lines, *_assumptions(config), sep="\n")
-    if all(row[2] == "no" for row in rows):
-        raise DoesNotFit(f"nothing of {config.model.path} fits - take more or larger GPUs")
+            search = _search(options, with_values(config, values), simulations[path], say)
+            yield _Question(options, path, trains, search)
 
 
 def _search(
@@ -68,12 +101,41 @@ def _search(
     return Search(plan, simulations, say=say)
 
 
-def _cells(plan: Plan | None) -> list[str]:
-    if not plan:
-        return ["no", "-", "-", "-", "-"]
-    tokens_per_s = float(f"{1 / plan.seconds_per_token:.3g}")
-    speeds = [f"{plan.floor_s:.3g}", f"{tokens_per_s:,.0f}"]
-    return ["yes", gb(plan.peak_bytes), *speeds, " ".join(mesh_arguments(plan))]
+def _head(models: Sequence[str], options: argparse.Namespace) -> list[str]:
+    # Padded to the widest cell below it, since each row is printed as soon as it is known.
+    widest = max(len(Path(model).name) for model in models)
+    head = [f"{'model':<{widest}}"] if len(models) > 1 else []
+    head += ["nodes", f"{'trains':<11}", "fits", "peak, GB", "step, s at least"]
+    head += ["tokens/s at most", "tokens/s about"]
+    if options.tokens or options.price:
+        head += ["hours, about"]
+    if options.price:
+        head += ["price, about"]
+    return [*head, "settings"]
+
+
+def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str:
+    """Return a row of the table. A simulated run also has a time that it takes about."""
+    options, model, trains, _ = question
+    cells = [Path(model).name] if head[0].startswith("model") else []
+    cells += [f"{options.nodes}", trains]
+    if not run:
+        cells += ["no", *"-" * (len(head) - len(cells) - 1)]
+        return [*table(head, [cells])][1]
+    cells += ["yes", gb(run.peak_bytes), f"{run.floor_s:.3g}", _rate(run, run.floor_s)]
+    about_s = run.about_s if isinstance(run, Plan) else None
+    cells += [_rate(run, about_s) if about_s else "-"]
+    if options.tokens or options.price:
+        length = run_length(run.config, run.layout, options.tokens) if about_s else ""
+        taken = hours(about_s, run, length) if about_s else 0.0
+        money = (options.price or 0.0) * taken * run.machine.ranks
+        more = [f"{taken:,.3g}", f"{money:,.0f}"] if about_s else ["-", "-"]
+        cells += more[: 1 + bool(options.price)]
+    return [*table(head, [[*cells, " ".join(mesh_arguments(run))]])][1]
+
+
+def _rate(run: Estimate, step_s: float) -> str:
+    return f"{float(f'{run.step_tokens / step_s:.3g}'):,.0f}"
 
 
 def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
@@ -84,11 +146,16 @@ def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
         )
 
 
-def _assumptions(config: Config) -> Iterator[str]:
+def _assumptions(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+    config = plan.config
     checkpointing = config.model.activation_checkpointing
     yield (
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
         f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"
     )
-    how = "Each row that fits is simulated"
-    yield f"{how}; a plan of its settings has the memory by phase and cause"
+    yield "A plan of a row's settings has its memory by phase and cause"
+    if options.tokens:
+        yield f"Hours and price are of {options.tokens:g} tokens"
+    elif options.price:
+        yield "Hours and price are of the data, or of 1e9 tokens where it is not on this machine"
+    yield assumed(plan.machine)

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardtune.cards import CARDS
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause
-from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S
-from shardtune.planner.arithmetic.roofline import gpu_of
+from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
 from shardtune.planner.arithmetic.run_length import RunLength
 from shardtune.planner.arithmetic.storage import Storage
+from shardtune.planner.command.options import OF_CARD
 from shardtune.planner.launch_arguments import as_arguments
 from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
 
-def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
-    """Yield the lines of a plan. `length`: the length of the run, or why it is not known."""
+def by_arithmetic(run: Estimate) -> str:
+    """Return the line that comes before the seconds of a simulation."""
+    fits = "fits" if run.fits else "does not fit as configured"
+    bound_by = f", {run.bound_by}" if run.bound_by else ""
+    memory = f"{gb(run.peak_bytes)} of {gb(run.machine.memory_bytes)} GB"
+    return (
+        f"By arithmetic, within a tenth, the run {fits}: {memory}, and at "
+        f"least {run.floor_s:.3g} s a step{bound_by}; a simulated step follows"
+    )
+
+
+def describe(plan: Plan, length: RunLength | str = "", price: float | None = None) -> Iterator[str]:
+    """Yield the lines of a plan.
+
+    `length`: the length of the run, or why it is not known. `price`: money for an hour of a GPU.
+    """
     states = plan.states
     is_whole = plan.trained_parameters == plan.parameters
     trained = "all" if is_whole else f"{plan.trained_parameters:,}"
@@ -52,18 +67,47 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
         f"{seconds:.3g} s {part}{bubble if part.startswith('arithmetic') else ''}"
         for part, seconds in plan.floors_s.items()
     )
-    yield f"A step takes at least: {floors}{_eager(plan)}"
+    yield from _about(plan)
+    yield f"A step takes at least: {floors}"
     yield from _host_link(plan)
     yield _hours(plan, length)
+    if price:
+        yield _cost(plan, length, price)
     yield from _storage(plan)
+    yield assumed(plan.machine)
 
 
-def _eager(plan: Plan) -> str:
-    if plan.eager_s is None:
-        return ""
-    gpu = gpu_of(plan.machine.memory_bytes)
-    seconds = f"{plan.eager_s:.2g}" if plan.eager_s < 10 else f"{plan.eager_s:.0f}"
-    return f"; about {seconds} s by the bytes that eager kernels move on an {gpu.name}"
+def _about(plan: Plan) -> Iterator[str]:
+    if plan.about_s is None or plan.machine.card is None:
+        return
+    seconds = f"{plan.about_s:.2g}" if plan.about_s < 10 else f"{plan.about_s:.0f}"
+    spread = (
+        "models with experts took 0.6 to 1.3"
+        if plan.has_experts
+        else "dense models took 0.8 to 1.3"
+    )
+    yield (
+        f"A step takes about {seconds} s, as eager kernels on {plan.machine.card.name} do; "
+        f"published runs of {spread} times that"
+    )
+
+
+def assumed(machine: Machine) -> str:
+    """Return the rates of a plan's machine, and which ones differ from the card's."""
+    card = machine.card or CARDS["H100"]
+    inside, between = (8e-9 * n for n in (machine.rank_bytes_per_s, machine.node_bytes_per_s))
+    line = (
+        f"Assumed: {card.name} of {machine.memory_bytes / 1e9:g} GB, with "
+        f"{machine.flops_per_s / 1e12:,.4g} TFLOP/s, {inside:,.4g} Gb/s inside and {between:,.4g} "
+        f"Gb/s between nodes, {machine.host_bytes / 1e9:,.4g} GB of host memory a node"
+    )
+    own = CARDS[card.name]
+    differ = [
+        f"{name} {getattr(card, field) / unit:g} holds, {card.name} has {value / unit:g}"
+        for name, (field, unit, _) in OF_CARD.items()
+        if getattr(card, field) != (value := getattr(own, field))
+    ]
+    return "; ".join([line, *differ])
 
 
 def _host_link(plan: Plan) -> Iterator[str]:
@@ -97,15 +141,27 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def _hours(plan: Plan, length: RunLength | str) -> str:
+    least = f"at least {hours(plan.floor_s, plan, length):.3g} h"
+    if plan.about_s:
+        least += f", about {hours(plan.about_s, plan, length):.3g} h"
     if isinstance(length, str):
-        hours = plan.seconds_per_token * 1e9 / 3600
-        line = f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens"
+        line = f"1e9 tokens take {least}, in steps of {plan.step_tokens:,} tokens"
         return f"{line}; hours for the run are not known, since {length}" if length else line
     about = "" if length.is_counted else "about "
-    return (
-        f"The run takes at least {length.steps * plan.floor_s / 3600:.3g} h: {about}{length.steps} "
-        f"steps, {about}{length.tokens:,} tokens"
-    )
+    return f"The run takes {least}: {about}{length.steps} steps, {about}{length.tokens:,} tokens"
+
+
+def hours(step_s: float, run: Estimate, length: RunLength | str) -> float:
+    """Return the hours of a run, or of 1e9 tokens where its length is not known."""
+    steps = 1e9 / run.step_tokens if isinstance(length, str) else length.steps
+    return steps * step_s / 3600
+
+
+def _cost(plan: Plan, length: RunLength | str, price: float) -> str:
+    gpu_hours = plan.machine.ranks * hours(plan.about_s or plan.floor_s, plan, length)
+    word = "about" if plan.about_s else "at least"
+    cost = f"{word} {price * gpu_hours:,.0f}, for {gpu_hours:,.0f} GPU hours"
+    return f"At {price:g} a GPU hour that costs {cost}"
 
 
 def _storage(plan: Plan) -> Iterator[str]:

@@ -6,6 +6,8 @@ from shardtune.planner.command.text import pinned
 from shardtune.planner.plan import Plan
 from shardtune.units import gb
 
+_TIGHT_BYTES = 3e9  # the plans of others' runs are up to 8% below their memory
+
 
 def verdict(plan: Plan) -> str:
     """Say whether the run fits, and what bounds its speed.
@@ -25,9 +27,14 @@ def verdict(plan: Plan) -> str:
         part = plan.bound_by
         bound_by = part if not part or part.startswith("arithmetic") else f"traffic {part}"
         speed = f"; bound by {bound_by}" if bound_by else ""
-        return f"The run fits, {limit} hold the peak of {peak}{speed}"
+        left = plan.machine.memory_bytes - plan.peak_bytes
+        tight = ", but it is tight" * (plan.machine.is_gpu and left < _TIGHT_BYTES)
+        return f"The run fits{tight}, {limit} hold the peak of {peak}{speed}"
     if plan.is_simulated:
-        return f"The run does not fit, {limit} do not hold the peak of {peak}"
+        model = plan.config.model
+        is_less = model.compile and model.activation_checkpointing == "none"
+        compiled = "; compiled layers keep about a third less than these, eager ones" * is_less
+        return f"The run does not fit, {limit} do not hold the peak of {peak}{compiled}"
     states = f"its {gb(plan.states.total)} GB of parameters, gradients and optimizer"
     if plan.cannot_fit:
         return f"The run does not fit, {limit} do not hold {states}; a bound is the peak of {peak}"
@@ -49,8 +56,7 @@ def _peak(plan: Plan) -> str:
     """Return the peak that the device must hold, and its parts."""
     phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)
     parts = [f"{gb(plan.allocated_bytes)} GB allocated in {phase}"]
-    pools = plan.peak_bytes - plan.allocated_bytes - plan.machine.allowance_bytes
-    if pools:
-        parts.append(f"{gb(pools)} GB kept for streams")
-    parts.append(f"{gb(plan.machine.allowance_bytes)} GB allowed for the device's own")
+    if streams := plan.pools_bytes - plan.allocated_bytes:
+        parts.append(f"{gb(streams)} GB kept for streams")
+    parts.append(f"{gb(plan.peak_bytes - plan.pools_bytes)} GB allowed for the device's own")
     return f"{gb(plan.peak_bytes)} GB ({' + '.join(parts)})"

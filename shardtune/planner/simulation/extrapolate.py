@@ -9,19 +9,26 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.model.source.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.traits import decoder_layers, layer_types
+from shardtune.model.traits import FACTORS, decoder_layers, layer_types
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Peak
 from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.simulate import Measured, Step, simulate
 
 # The fewest layers of a shallow model, so that its middle prefetches as a deep model's does.
 _FEWEST_LAYERS = 4
+
+
+class LayerKind(NamedTuple):
+    """The type of a layer, and the names and shapes of its parameters."""
+
+    layer_type: str | None
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Simulations:
@@ -31,14 +38,14 @@ class Simulations:
         self.model_config, self._imbalance = model_config, imbalance
         self._measured: dict[Hashable, Measured] = {}
         # Layers that attend by document: (kind, longest document, ranks that share a row).
-        self._by_document: set[tuple[Hashable, int, int]] = set()
+        self._by_document: set[tuple[LayerKind, int, int]] = set()
 
     def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         layout = step.world.layout
         layers = layers_of_stages(whole, layout.stages)[step.world.stage]
         kinds = layer_kinds(whole)[layers.start : layers.stop]
-        tried = {(kind, layout.max_length, layout.row_ranks) for kind in kinds}
+        tried = {(_without_adapters(kind), layout.max_length, layout.row_ranks) for kind in kinds}
         step = replace(step, imbalance=self._imbalance, is_by_document=tried <= self._by_document)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
@@ -64,15 +71,21 @@ def _key(step: Step) -> Hashable:
     return step.layers, layout, sections, step.policy, world.local_size, world.stage, step.tiles
 
 
-def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
+def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     """Return a kind for each decoder layer; layers that are built alike are of one kind."""
     config = model.config.get_text_config()
     types = layer_types(config)
-    kinds: list[Hashable] = []
+    kinds: list[LayerKind] = []
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-        kinds.append((types[i] if i < len(types) else None, shapes))
+        kinds.append(LayerKind(types[i] if i < len(types) else None, shapes))
     return kinds
+
+
+def _without_adapters(kind: LayerKind) -> LayerKind:
+    """Return the layer's kind without LoRA, which does not change how documents are kept apart."""
+    shapes = tuple(pair for pair in kind.shapes if not pair[0].endswith(FACTORS))
+    return LayerKind(kind.layer_type, shapes)
 
 
 def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:

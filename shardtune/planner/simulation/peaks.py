@@ -32,7 +32,7 @@ def step_memory(
     machine: Machine,
     gathered: int = 0,
 ) -> tuple[dict[str, Peak], int]:
-    """Return the peak of each phase, and the memory that the device must have.
+    """Return the peak of each phase, and the memory that the allocator takes.
 
     `pieces`: bytes of an offloaded update's pieces. `gathered`: bytes of parameters that stay
     gathered in all passes.
@@ -47,7 +47,7 @@ def step_memory(
     # The default stream holds the optimizer's state, too.
     kept = pools.total() + states.optimizer + pieces if machine.is_gpu else 0
     highest = max(kept, *(peak.n_bytes for peak in peaks.values()))
-    return peaks, highest + machine.allowance_bytes
+    return peaks, highest
 
 
 def _peaks(

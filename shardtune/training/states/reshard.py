@@ -155,19 +155,25 @@ def decide(
     free: float,
     micro_batches: int,
     saved: ReshardPolicy | None = None,
-    planned_groups: int = 0,
+    planned_groups: int | None = None,
 ) -> tuple[ReshardPolicy, float, float]:
-    """Return the policy, the room for all kept tensors, and the room for parameters, in bytes."""
+    """Return the policy, the room for all kept tensors, and the room for parameters, in bytes.
+
+    `planned_groups`: the most groups that the plan, which knows the activations, keeps gathered.
+    None: before a plan, all groups or none.
+    """
     # Gradients come first: they save a reduction in every micro-batch. Parameters get the room that
-    # is left. If that is not enough for all groups, the plan, which knows the activations, decides.
+    # is left.
     room = max(0.0, _SHARE * free)
     keep_gradients = saved.keep_gradients if saved else kept.gradients <= room
     keep_sums = saved.keep_sums if saved else kept.sums <= room
     gradients = kept.gradients if keep_gradients else kept.sums * keep_sums
     room_for_parameters = max(0.0, room - gradients * (micro_batches > 1))
     groups = groups_in(kept, room_for_parameters)
-    if groups < len(kept.parameters):
+    if planned_groups is not None:
         groups = min(groups, planned_groups)
+    elif groups < len(kept.parameters):
+        groups = 0
     return ReshardPolicy(groups, keep_gradients, keep_sums), room, room_for_parameters
 
 
