@@ -68,21 +68,18 @@ def with_rows(table: re.Pattern[str], row_of: Callable[[str], str], text: str) -
 def block(options: str) -> str:
     """Return the lines of one plan."""
     plan = plan_of(options)
-    lines = list(describe(plan))
-    if verdict(plan) not in lines:
-        lines.append(verdict(plan))
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for line in [verdict(plan), *describe(plan)])
 
 
 def team_of(arguments: str) -> str:
-    """Return the table of `shardtune plan` for a model on several numbers of nodes."""
+    """Return the simulated table of `shardtune plan` for a model on several numbers of nodes."""
     parser = ArgumentParser()
     add_plan_arguments(parser)
     model, *options = shlex.split(arguments)
     given = parser.parse_intermixed_args([f"{CONFIGS / model}", *options])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_team_table(split_runs(given), silent)
-    return printed.getvalue()
+    return printed.getvalue().partition("Simulated:\n")[2]
 
 
 def row(line: str) -> str:

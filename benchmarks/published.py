@@ -12,6 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median, stdev
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from benchmarks.plans import CONFIGS
 from distTest.workloads.script import REPOSITORY
+from shardtune.cards import card_named
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model import recomputation
@@ -31,7 +33,8 @@ from shardtune.model.source.files import read_model_config
 from shardtune.planner import make_plan
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.arithmetic.roofline import GPUS, Gpu, seconds
+from shardtune.planner.arithmetic.roofline import Gpu, seconds, with_gathers
+from shardtune.planner.arithmetic.roofline import gpu_of as rates_of
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.training import pipeline
 from shardtune.training.states.reshard import ReshardPolicy
@@ -65,9 +68,6 @@ _MISSES = """## Why pairs differ
 Memory beyond 10% and seconds beyond 30%:
 """
 Row = dict[str, Any]
-_A100 = Gpu("A100", 1.7e12, products=220e12, attention=190e12, attention_backward=150e12)
-_GPUS = {gpu.name: gpu for gpu in (*GPUS, _A100)}
-_GATHERS_BYTES_PER_S = 330e9
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -172,7 +172,7 @@ def count(row: Row) -> Row:
     inside = Counter(plan.received[1])
     return {
         "allocated_gb": round(plan.allocated_bytes / 1e9, 3),
-        "pools_gb": round((plan.peak_bytes - machine.allowance_bytes) / 1e9, 3),
+        "pools_gb": round(plan.pools_bytes / 1e9, 3),
         "update_bytes": 2 * (weights + states.optimizer + states.gradients),
         "gathered_bytes": round(inside["all-gather"] + inside["reduce-scatter"]),
         "kernels": _grouped(simulations.last.step_kernels(layout.micro_batches)),
@@ -195,11 +195,13 @@ def _grouped(kernels: Counter[Kernel]) -> list[list[Any]]:
 
 def gpu_of(row: Row) -> Gpu:
     """Return the rates of the run's GPU."""
-    gpu = _GPUS[row["gpu"]]
+    card = card_named(row["gpu"])
+    gpu = rates_of(
+        replace(card, bytes_per_s=1e12 * row.get("memory_tb_s", card.bytes_per_s / 1e12))
+    )
     if row.get("flash_attention") == 3:
-        gpu = gpu.with_flash_attention_3()
-    slower = row.get("memory_tb_s")
-    return gpu._replace(bytes_per_s=slower * 0.84e12) if slower else gpu
+        return gpu.with_flash_attention_3()
+    return gpu
 
 
 def planned_s(row: Row, figures: Row) -> float:
@@ -210,11 +212,9 @@ def planned_s(row: Row, figures: Row) -> float:
         for kind, operator, n, n_bytes, flops in figures["kernels"]
     }
     kernels_s = seconds(kernels, gpu) + figures["update_bytes"] / gpu.bytes_per_s
-    gathers_s = figures["gathered_bytes"] / _GATHERS_BYTES_PER_S
     is_spread = any("alltoall" in kernel.operator for kernel in kernels)
-    if row["layers"] == "mixture" and not is_spread:
-        return kernels_s + gathers_s
-    return max(kernels_s, gathers_s)
+    is_hidden = row["layers"] != "mixture" or is_spread
+    return with_gathers(kernels_s, figures["gathered_bytes"], gpu, is_hidden)
 
 
 def _plan_id(row: Row) -> str:

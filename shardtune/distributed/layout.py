@@ -247,6 +247,8 @@ class Layout:
         problems = []
         for key, parts, ranks, whole, _ in self.undivided():
             remedy = f"one of {divisors_text(ranks)}" if ranks > 1 else f"{key}=1"
+            if key == "parallel.tensor" and nodes_of_ranks:
+                remedy = f"{key}={self._nearest_tensor(ranks, nodes_of_ranks)}"
             problems.append(f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}")
         if self.tensor > 1 and self.context > 1:
             problems.append(
@@ -277,14 +279,18 @@ class Layout:
                 f"parallel.stages={self.stages} puts a stage of {self.stage_ranks} ranks across "
                 f"part of two nodes - use parallel.stages={nearest}"
             )
-        degrees = [n for n in range(1, self.tensor + 1) if self.tensor % n == 0]
-        within = [n for n in degrees if not _crosses_nodes(nodes_of_ranks, n)]
-        if nodes_of_ranks and self.tensor not in within:
+        if _crosses_nodes(nodes_of_ranks, self.tensor):
+            nearest = self._nearest_tensor(self.shards, nodes_of_ranks)
             return (
                 f"parallel.tensor={self.tensor} lets ranks of two nodes share matrices, so that "
-                f"each layer waits for the network - use parallel.tensor={within[-1]}"
+                f"each layer waits for the network - use parallel.tensor={nearest}"
             )
         return ""
+
+    def _nearest_tensor(self, ranks: int, nodes_of_ranks: Sequence[int]) -> int:
+        """Return the nearest divisor of `ranks` that is no larger and stays within nodes."""
+        degrees = (n for n in range(1, self.tensor + 1) if ranks % n == 0)
+        return max(n for n in degrees if not _crosses_nodes(nodes_of_ranks, n))
 
 
 def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:

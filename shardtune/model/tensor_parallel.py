@@ -34,7 +34,7 @@ from shardtune.model import documents
 from shardtune.model.documents.attention_layers import attention_layers
 from shardtune.model.documents.shared_rows import context_problems, row_problems
 from shardtune.model.moe.placement import is_cut
-from shardtune.model.source.config_json import too_old_transformers, undivided_key_heads
+from shardtune.model.source.config_json import too_old_transformers
 from shardtune.model.source.small_copy import one_thread, small_copy
 from shardtune.model.traits import FACTORS, decoder_layers, heads
 
@@ -95,8 +95,12 @@ def tensor_problems(model: PreTrainedModel, degree: int) -> Iterator[str]:
         yield f"{key}: transformers' plan of {kind} {reason} - {instead}=1"
         return
     for layer in model.config.get_text_config().per_layer_config:
-        if problem := undivided_key_heads(degree, heads(layer), kind):
-            yield problem
+        if (keys := heads(layer).keys) % degree:
+            context = f", or parallel.context={degree}" * (heads(layer).queries % degree == 0)
+            yield (
+                f"{key} does not divide the {keys} key heads of {kind} - use "
+                f"parallel.tensor={gcd(degree, keys)}{context}"
+            )
             return
     nearest, named = degree, ""
     for name, style in cut_modules(model).items():

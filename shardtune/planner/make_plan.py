@@ -25,7 +25,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.planner.arithmetic.figures import Collective
 from shardtune.planner.arithmetic.host_link import host_link, pieces_bytes
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.arithmetic.roofline import gpu_of, seconds
+from shardtune.planner.arithmetic.roofline import gpu_of, seconds, with_gathers
 from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic, rows_bytes
 from shardtune.planner.arithmetic.storage import join_storage, plan_storage
 from shardtune.planner.plan import Plan
@@ -169,7 +169,7 @@ class _Planner:
             traffic=(traffic,),
             host_link=link,
             step_flops=_count_step_flops(whole, layout.rows_per_step, layout.max_length),
-            rows_bytes=rows_bytes(shapes, world.stage, layout),
+            rows_bytes=sum(rows_bytes(shapes, world.stage, layout)),
             parameters=sum(p.numel() for p in whole.parameters()),
             trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
             states=states,
@@ -277,13 +277,10 @@ def _kernel_seconds(measured: Measured | None, plan: Plan) -> float | None:
         # The update is one kernel a piece, and the norm reads the gradients before it.
         update_s = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
     kernels_s = seconds(measured.step_kernels(layout.micro_batches), gpu) + update_s
-    # Gathers hide behind the products of dense layers. Experts that are not spread are gathered
-    # for few products, and take that time besides.
     inside = Counter(plan.received[1])
-    gathers_s = (inside["all-gather"] + inside["reduce-scatter"]) / gpu.gather_bytes_per_s
-    if plan.has_experts and layout.expert == 1:
-        return kernels_s + gathers_s
-    return max(kernels_s, gathers_s)
+    gathered_bytes = inside["all-gather"] + inside["reduce-scatter"]
+    is_hidden = not plan.has_experts or layout.expert > 1
+    return with_gathers(kernels_s, gathered_bytes, gpu, is_hidden)
 
 
 def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tuple[int, ...]]]:

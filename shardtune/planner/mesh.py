@@ -9,6 +9,7 @@ from typing import Any
 
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
+from shardtune.optimizers.rules import find_rule
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes
 
@@ -27,13 +28,13 @@ MESH = (
 
 def every_mesh(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
     """Yield every division of the ranks that keeps the effective batch, as values of MESH."""
-    ranks, context, rows = layout.ranks, layout.context, layout.rows_per_step
+    ranks, rows = layout.ranks, layout.rows_per_step
     nodes = [rank // machine.ranks_per_node for rank in range(ranks)]
     for stages in divisors(ranks):
         stage_ranks = ranks // stages
         if (
             stages > shapes.n_layers
-            or stage_ranks % context
+            or stage_ranks % layout.context
             or replace(layout, stages=stages).split_by_nodes(nodes)
         ):
             continue
@@ -42,7 +43,7 @@ def every_mesh(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dic
             for expert in divisors(shards):
                 if expert > 1 and not shapes.may_spread(expert, shards // expert):
                     continue
-                for tensor in {*_cuts(layout, shards, shapes, machine), layout.tensor}:
+                for context, tensor in _sharings(layout, shards, shapes, machine):
                     rows_of_rank, rest = divmod(rows * context * tensor, stage_ranks)
                     if rest or shards % tensor:
                         continue
@@ -54,15 +55,23 @@ def every_mesh(layout: Layout, shapes: Shapes, machine: Machine) -> Iterator[dic
                             yield dict(zip(MESH, mesh, strict=True))
 
 
-def _cuts(layout: Layout, shards: int, shapes: Shapes, machine: Machine) -> list[int]:
-    """Return the values of parallel.tensor that are worth a look."""
+def _sharings(
+    layout: Layout, shards: int, shapes: Shapes, machine: Machine
+) -> Iterator[tuple[int, int]]:
+    """Yield the degrees of parallel.context and parallel.tensor that are worth a look."""
     # Longer rows are faster with parallel.context, which moves a tenth of the bytes, and models
     # with experts with parallel.expert, which leaves whole experts where they are.
+    if layout.tensor > 1 and layout.max_length > _LONGEST_CUT and shapes.may_share(layout.tensor):
+        yield layout.tensor, 1
+        return
+    yield layout.context, layout.tensor
     has_experts = shapes.by_stage(1)[0].layers.experts > 0
     if has_experts or layout.context > 1 or layout.max_length > _LONGEST_CUT:
-        return [1]
-    whole = gcd(shards, machine.ranks_per_node)
-    return [n for n in divisors(whole) if n == 1 or shapes.may_cut(n)]
+        return
+    has_blocks = find_rule(layout.optimizer, layout.master_dtype).has_blocks
+    for tensor in divisors(gcd(shards, machine.ranks_per_node)):
+        if tensor != layout.tensor and (tensor == 1 or shapes.may_cut(tensor, has_blocks)):
+            yield 1, tensor
 
 
 def divisors(number: int) -> list[int]:

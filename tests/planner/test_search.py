@@ -140,6 +140,24 @@ def test_ranks_of_a_node_cut_matrices_for_short_rows_alone():
     assert plan.layout.tensor == 1 and "arithmetic" in plan.floors_s
 
 
+def test_no_mesh_is_offered_whose_parts_cut_blocks_of_one_scale():
+    """1,280 columns are five blocks of 256, which two ranks would cut."""
+    odd = LlamaConfig(**WIDE | {"num_key_value_heads": 8}, intermediate_size=1280)
+    for optimizer, degrees in (("adamw", {1, 2, 4}), ("adamw8bit", {1})):
+        given = f"optimizer.name={optimizer}", "train.gradient_accumulation_steps=2"
+        plan = bound_plan(configured(*given), odd, machine(1e12, WIDE_LINK))
+        estimates = Search(plan, Simulations(odd))._estimates({}, "")
+        assert {each.layout.tensor for each in estimates} == degrees
+
+
+def test_long_rows_that_ranks_share_with_matrices_are_offered_without():
+    given = "data.max_length=16384", "parallel.tensor=4", "train.gradient_accumulation_steps=8"
+    plan = bound_plan(configured(*given), DENSE, machine(1e12, WIDE_LINK))
+    estimates = Search(plan, Simulations(DENSE))._estimates({}, "")
+    assert {(each.layout.context, each.layout.tensor) for each in estimates} == {(4, 1)}
+    assert {each.layout.rows_per_step for each in estimates} == {plan.layout.rows_per_step}
+
+
 def test_ranks_share_long_rows_before_these_are_halved():
     """As many more micro-batches keep the rows of a step."""
     more = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]

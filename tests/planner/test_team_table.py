@@ -90,18 +90,20 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
         return fastest(search)
 
     monkeypatch.setattr(Search, "fastest", searched)
-    wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
+    wide = LlamaConfig(
+        **LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
+    )
     wide.save_pretrained(tmp_path)
     machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
-    assert run(["plan", str(tmp_path), *machine, "1.93", "data.max_length=64"]) == 0
+    assert run(["plan", str(tmp_path), *machine, "3.3", "data.max_length=64"]) == 0
     printed = capsys.readouterr()
     first, second = (text.splitlines() for text in shown)
     assert first[0].startswith("By arithmetic") and first[4:] == ["", "Simulated:", first[1]]
-    assert [line.split()[2:4] for line in first[2:4]] == [["weights", "no"], ["yes", "1.5"]]
+    assert [line.split()[2:4] for line in first[2:4]] == [["weights", "no"], ["yes", "2.2"]]
     head, whole, adapters, more, *_ = [first[1], *second, *printed.out.splitlines()]
     assert head.split()[:3] == ["nodes", "trains", "fits"]
-    assert whole.split() == ["1", "all", "weights", "no", *"----"]
-    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 1.3 < float(adapters.split()[3]) <= 1.93
+    assert whole.split() == ["1", "all", "weights", "no", *"-----"]
+    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 1.3 < float(adapters.split()[3]) <= 3.3
     assert "train.gradient_accumulation_steps=32" in adapters
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
     assert "Plan: simulating a step with train.gradient_accumulation_steps" in printed.err

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,13 +120,13 @@ def test_weights_in_blocks_of_8_bits_are_cut_between_blocks():
     [
         (
             ["parallel.tensor=3"],
-            "parallel.tensor=3 does not divide world size / parallel.replicate, 4 - use one of "
-            "1, 2, 4",
+            "parallel.tensor=3 does not divide world size / parallel.replicate, 4 - use "
+            "parallel.tensor=2",
         ),
         (
             ["parallel.tensor=4", "parallel.replicate=2"],
-            "parallel.tensor=4 does not divide world size / parallel.replicate, 2 - use one of 1, "
-            "2",
+            "parallel.tensor=4 does not divide world size / parallel.replicate, 2 - use "
+            "parallel.tensor=2",
         ),
         (
             ["parallel.tensor=2", "parallel.context=2"],
@@ -140,26 +138,21 @@ def test_meshes_that_cannot_be_are_refused(assignments, problem):
     assert problems("llama", *assignments) == [problem]
 
 
-def test_key_heads_and_nodes_are_refused_by_config_json_alone(tmp_path: Path):
-    def refusals(keys: int, degree: int, nodes: int = 1) -> list[str]:
-        values = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": keys}
-        (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-        given = [f"model.path={tmp_path}", f"parallel.tensor={degree}"]
+def test_ranks_of_two_nodes_are_refused_with_a_degree_that_stays_within_one():
+    def refusals(degree: int, nodes: int, ranks_per_node: int) -> list[str]:
         try:
-            require_possible(configured(*given), nodes, ranks_per_node=4 // nodes)
+            given = "model.path=unread", f"parallel.tensor={degree}"
+            require_possible(configured(*given), nodes, ranks_per_node)
         except UserError as error:
-            return error.problems
+            return [problem.rpartition(" - ")[2] for problem in error.problems]
         return []
 
-    assert refusals(3, 1) == refusals(2, 2) == refusals(4, 4) == refusals(4, 2, nodes=2) == []
-    assert refusals(6, 4) == [
-        "parallel.tensor=4 does not divide the 6 key heads of llama - use parallel.tensor=2, or "
-        "parallel.context=4"
-    ]
-    assert refusals(4, 4, nodes=2) == [
-        "parallel.tensor=4 lets ranks of two nodes share matrices, so that each layer waits for "
-        "the network - use parallel.tensor=2"
-    ]
+    assert refusals(4, 1, 4) == refusals(2, 2, 2) == refusals(2, 3, 6) == []
+    assert refusals(4, 2, 2) == refusals(3, 3, 2) == ["use parallel.tensor=2"]
+    assert refusals(3, 2, 8) == ["use parallel.tensor=2"]
+    assert refusals(5, 3, 4) == ["use parallel.tensor=4"]
+    with pytest.raises(UserError, match="so that each layer waits for the network - use"):
+        require_possible(configured("model.path=unread", "parallel.tensor=4"), 2, 2)
 
 
 def test_attention_under_a_mask_is_refused_with_the_configuration():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
-from math import gcd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +101,6 @@ def _problems(
             unread_quantisation(quantisation_of(values, folder), text.get("expert_dtype"), path),
             beyond_positions(config.data.max_length, positions, path),
             undivided_heads(layout.context, traits.heads(settings).queries, kind),
-            undivided_key_heads(layout.tensor, traits.heads(settings), kind),
             too_old_transformers(layout.expert),
             too_old_transformers(layout.tensor, "parallel.tensor", "cut matrices"),
             undivided_experts(layout.expert, experts, kind),
@@ -134,17 +132,6 @@ def undivided_heads(degree: int, heads: int, kind: str) -> str:
     return (
         f"parallel.context={degree} does not divide the {heads} heads of {kind} - use one of "
         f"{divisors_text(heads)} that divides world size / parallel.stages too"
-    )
-
-
-def undivided_key_heads(degree: int, heads: traits.Heads, kind: str) -> str:
-    """Return why `degree` ranks cannot share the matrices of layers with these heads, or ""."""
-    if heads.keys % degree == 0:
-        return ""
-    context = f", or parallel.context={degree}" * (heads.queries % degree == 0)
-    return (
-        f"parallel.tensor={degree} does not divide the {heads.keys} key heads of {kind} - use "
-        f"parallel.tensor={gcd(degree, heads.keys)}{context}"
     )
 
 

@@ -34,7 +34,7 @@ class Estimate:
     traffic: Sequence[Counter[Collective]]  # bytes per step of the first rank of each stage
     host_link: HostLink
     step_flops: float | None  # without recomputation; None if not known
-    rows_bytes: int  # gathered by ranks of `tensor` in a step; they scatter as many
+    rows_bytes: int  # gathered and scattered by ranks of `tensor` in a step
     # Values of keys that differ from the configured run's, and their price in words.
     values: Mapping[str, Any] = field(default_factory=dict)
     price: str = ""
@@ -92,7 +92,7 @@ class Estimate:
             floors["arithmetic"] = seconds / (1 - self.layout.bubble)
         if self.layout.tensor > 1:
             # A block waits for its row, and the row's sums wait for the block: nothing hides them.
-            moved = 2 * self.rows_bytes * (self.layout.tensor - 1) / self.layout.tensor
+            moved = self.rows_bytes * (self.layout.tensor - 1) / self.layout.tensor
             waits_s = moved / machine.rank_bytes_per_s / (1 - self.layout.bubble)
             floors["arithmetic and shared rows"] = floors.pop("arithmetic", 0.0) + waits_s
         return floors
@@ -138,5 +138,5 @@ def estimate(
         traffic=traffic,
         host_link=max(links),
         step_flops=step_flops,
-        rows_bytes=max(rows_bytes(shapes, stage, layout) for stage in range(layout.stages)),
+        rows_bytes=max(sum(rows_bytes(shapes, stage, layout)) for stage in range(layout.stages)),
     )

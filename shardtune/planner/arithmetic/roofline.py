@@ -5,7 +5,7 @@ Rates are the shares of a card's published peaks that large kernels reach:
 - matrix products in bfloat16: cuBLAS reaches about 650 of H100's 989 TFLOP/s at 700 W, and 220 of
   A100's 312;
 - attention: FlashAttention-2 on H100 and A100, causal, heads of 128, and FlashAttention-3 on H100
-  (arXiv 2407.08608, figures 5 and 6), whose backward is slower if it repeats to the bit;
+  (arXiv 2407.08608, figures 5 and 6);
 - memory: 84% of the published rate;
 - a launch: the host's time for one operator of PyTorch, eager, forward or backward;
 - exchanges of tokens inside a node: 350 of the 450 GB/s of H100's NVLink, and gathers 330.
@@ -43,9 +43,8 @@ class Gpu(NamedTuple):
     def gather_bytes_per_s(self) -> float:
         return 330 / 450 * self.card.link_bytes_per_s
 
-    def with_flash_attention_3(self, repeats: bool = True) -> Gpu:
-        """Return H100's rates. `repeats`: the backward repeats to the bit."""
-        return Gpu(self.card, self.products, 650e12, 400e12 if repeats else 500e12)
+    def with_flash_attention_3(self) -> Gpu:
+        return Gpu(self.card, self.products, 550e12, 400e12)
 
 
 def gpu_of(card: Card) -> Gpu:
@@ -78,6 +77,16 @@ def seconds(kernels: Mapping[Kernel, float], gpu: Gpu) -> float:
     """Return the seconds of counted kernels: the device's, or the host's to launch them."""
     device = sum(n * kernel_seconds(kernel, gpu) for kernel, n in kernels.items())
     return max(device, launched(kernels) * LAUNCH_S)
+
+
+def with_gathers(kernels_s: float, n_bytes: float, gpu: Gpu, is_hidden: bool) -> float:
+    """Return the seconds of kernels and of gathers and reductions inside a node.
+
+    `is_hidden`: they run beside the products, as in dense layers. Experts that are not spread are
+    gathered for few products, and take that time besides.
+    """
+    gathers_s = n_bytes / gpu.gather_bytes_per_s
+    return max(kernels_s, gathers_s) if is_hidden else kernels_s + gathers_s
 
 
 def launched(kernels: Mapping[Kernel, float]) -> float:

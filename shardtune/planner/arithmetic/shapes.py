@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,8 +20,9 @@ from shardtune.distributed.layout import BYTES, Layout
 from shardtune.model.documents.shared_rows import context_problems
 from shardtune.model.moe.spread import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.tensor_parallel import cut_parameters, tensor_problems
+from shardtune.model.tensor_parallel import cut_modules, cut_parameters, tensor_problems
 from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
+from shardtune.optimizers.rounding import SCALE_BLOCK
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Collective
 from shardtune.training.states.reshard import KeptBytes, ReshardPolicy, decide, room_beside
 
@@ -96,6 +97,11 @@ class Shapes:
             parameters = [p for p in module.parameters() if p not in others]
             return _sizes({names[p]: p for p in parameters}, kinds, self.top_k)
 
+        columns = {
+            cast(nn.Linear, whole.get_submodule(name)).in_features
+            for name, style in cut_modules(whole).items()
+            if style == "rowwise"
+        }
         layers = decoder_layers(whole)
         per_layer = [sizes(layer) for layer in layers]
         looked_up: Any = whole.get_input_embeddings()
@@ -126,8 +132,10 @@ class Shapes:
             return next(context_problems(whole, ranks, max_length=sys.maxsize), None) is None
 
         @cache
-        def may_cut(ranks: int) -> bool:
-            return next(tensor_problems(whole, ranks), None) is None
+        def may_cut(ranks: int, has_blocks: bool) -> bool:
+            """`has_blocks`: parts of columns are whole blocks of one scale."""
+            is_whole = not has_blocks or not any(n // ranks % SCALE_BLOCK for n in columns)
+            return is_whole and next(tensor_problems(whole, ranks), None) is None
 
         # Hundreds of meshes ask about the same few divisions, so answers are cached.
         self.by_stage, self.may_spread = by_stage, may_spread
@@ -208,9 +216,10 @@ def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> C
     tokens_bytes, heads_bytes = _exchanged(shapes, sizes, layout, tokens)
     traffic[Collective("all-to-all", shard_group[:expert])] += tokens_bytes
     traffic[Collective("all-to-all", tuple(range(first, first + layout.context)))] += heads_bytes
-    for kind in ("all-gather", "reduce-scatter"):
-        group = tuple(range(first, first + layout.tensor))
-        traffic[Collective(kind, group)] += rows_bytes(shapes, stage, layout)
+    group = tuple(range(first, first + layout.tensor))
+    gathered_bytes, scattered_bytes = rows_bytes(shapes, stage, layout)
+    traffic[Collective("all-gather", group)] += gathered_bytes
+    traffic[Collective("reduce-scatter", group)] += scattered_bytes
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
@@ -221,14 +230,17 @@ def least_traffic(shapes: Shapes, stage: int, keeps: Keeps, layout: Layout) -> C
     return Counter({key: n for key, n in traffic.items() if n and len(key.ranks) > 1})
 
 
-def rows_bytes(shapes: Shapes, stage: int, layout: Layout) -> int:
-    """Return the bytes of rows that ranks of `tensor` gather in a step; their sums have as many."""
+def rows_bytes(shapes: Shapes, stage: int, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of rows that ranks of `tensor` gather in a step, and those they scatter."""
     if layout.tensor == 1:
-        return 0
-    # Each block gathers its row and scatters its sums, and the backward does the reverse.
-    times = (2 + layout.recomputes) * shapes.by_stage(layout.stages)[stage].layers.blocks
+        return 0, 0
+    # Each block gathers its row and scatters its sums, and the backward does the reverse. A layer
+    # that is computed again stops before its last sums.
+    sizes, again = shapes.by_stage(layout.stages)[stage], layout.recomputes
+    times = (2 + again) * sizes.layers.blocks
     tokens = layout.micro_batches * layout.tokens_per_rank * layout.tensor
-    return times * tokens * shapes.hidden_size * BYTES[layout.compute_dtype]
+    row = tokens * shapes.hidden_size * BYTES[layout.compute_dtype]
+    return times * row, (times - again * len(sizes.per_layer)) * row
 
 
 def _exchanged(shapes: Shapes, sizes: StageSizes, layout: Layout, tokens: int) -> tuple[int, int]:

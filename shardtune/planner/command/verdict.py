@@ -31,8 +31,7 @@ def verdict(plan: Plan) -> str:
         tight = ", but it is tight" * (plan.machine.is_gpu and left < _TIGHT_BYTES)
         return f"The run fits{tight}, {limit} hold the peak of {peak}{speed}"
     if plan.is_simulated:
-        model = plan.config.model
-        is_less = model.compile and model.activation_checkpointing == "none"
+        is_less = plan.config.model.compile and plan.layout.checkpointing == "none"
         compiled = "; compiled layers keep about a third less than these, eager ones" * is_less
         return f"The run does not fit, {limit} do not hold the peak of {peak}{compiled}"
     states = f"its {gb(plan.states.total)} GB of parameters, gradients and optimizer"
