@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from shardtune.cards import Card, card_of
 from shardtune.checkpoint import find_disks
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
@@ -66,14 +68,18 @@ class RunPlan:
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
         nodes = world.size // ranks_per_node
         measured = read_measured(run.directory.path, nodes, ranks_per_node)
+        is_gpu = world.layout.is_gpu
+        card = card_of(torch.cuda.get_device_name(world.device)) if is_gpu else None
         self._machine = Machine(
             nodes=nodes,
             ranks_per_node=ranks_per_node,
             memory_bytes=min(world.all_gather_json(_memory_bytes(world))),
             node_bytes_per_s=measured.node_bytes_per_s or math.inf,
-            rank_bytes_per_s=measured.rank_bytes_per_s or math.inf,
+            rank_bytes_per_s=measured.rank_bytes_per_s
+            or (card.link_bytes_per_s if card else math.inf),
             flops_per_s=self.device_peak.flops_per_s or math.inf,
-            is_gpu=world.layout.is_gpu,
+            is_gpu=is_gpu,
+            card=card,
             native_dtype=native_dtype(world.device),
             host_bytes=min(world.all_gather_json(available_memory())),
         )
@@ -203,7 +209,7 @@ def _simulate(run: Run, machine: Machine) -> subprocess.Popen[str]:
     """Start a process that simulates a step, and prints a `Prediction`."""
     request = {
         "config": to_dict(run.config),
-        "machine": vars(machine),
+        "machine": asdict(machine),
         "is_resumed": run.resumed is not None,
         "parent": os.getpid(),
     }
@@ -224,6 +230,8 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     """Simulate a step; if the run does not fit, look for changes that make it fit."""
     config = Config.model_validate(request["config"])
     machine = Machine(**request["machine"])
+    if machine.card:
+        machine = replace(machine, card=Card(**request["machine"]["card"]))
     model_config = read_model_config(config.model, config.data.max_length)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations)

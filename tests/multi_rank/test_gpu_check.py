@@ -295,7 +295,7 @@ def plan_in_fork(*given: Any) -> Any:
 
     def of_plan() -> Any:
         plan = make_plan(*given)
-        names = ("is_simulated", "reason", "fits", "peak_bytes", "peaks", "machine", "parameters")
+        names = "is_simulated", "reason", "fits", "peak_bytes", "pools_bytes", "peaks", "parameters"
         values = {name: getattr(plan, name) for name in names}
         return SimpleNamespace(**values, prediction=as_prediction(plan))
 

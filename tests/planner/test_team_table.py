@@ -37,6 +37,7 @@ REFUSED = {
     "": "neither a configuration nor one model is given",
     "model.path=MODEL": "neither a configuration nor one model is given",
 }
+COST = ["--tokens", "1e9", "--price", "2"]
 SCRIPT = """
 import json, sys
 from shardtune.__main__ import run
@@ -95,17 +96,22 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
     )
     wide.save_pretrained(tmp_path)
     machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
-    assert run(["plan", str(tmp_path), *machine, "3.3", "data.max_length=64"]) == 0
+    assert run(["plan", str(tmp_path), *machine, "3.3", "data.max_length=64", *COST]) == 0
     printed = capsys.readouterr()
     first, second = (text.splitlines() for text in shown)
     assert first[0].startswith("By arithmetic") and first[4:] == ["", "Simulated:", first[1]]
     assert [line.split()[2:4] for line in first[2:4]] == [["weights", "no"], ["yes", "2.2"]]
     head, whole, adapters, more, *_ = [first[1], *second, *printed.out.splitlines()]
     assert head.split()[:3] == ["nodes", "trains", "fits"]
-    assert whole.split() == ["1", "all", "weights", "no", *"-----"]
+    assert whole.split() == ["1", "all", "weights", "no", *"-------"]
+    assert "hours, about  price, about  settings" in head
     assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 1.3 < float(adapters.split()[3]) <= 3.3
     assert "train.gradient_accumulation_steps=32" in adapters
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
     assert "Plan: simulating a step with train.gradient_accumulation_steps" in printed.err
-    assert run(["plan", str(tmp_path), *machine, "1.4", "data.max_length=64"]) == 3
+    other = tmp_path / "other"
+    wide.save_pretrained(other)
+    assert run(["plan", str(tmp_path), str(other), *machine, "1.4", "data.max_length=64"]) == 3
+    _, head, *rows = shown[2].partition("Simulated:")[0].splitlines()
+    assert [row.split()[0] for row in rows if row] == [tmp_path.name] * 2 + ["other"] * 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("ERROR: nothing of ")
