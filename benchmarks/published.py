@@ -247,7 +247,10 @@ def page(groups: dict[str, list[Row]], counted: dict[str, Row]) -> str:
     """Return docs/published.md."""
     best, rows = groups["best"], [*groups["best"], *groups["others"]]
     found = {row["id"]: compare(row, counted) for row in rows}
-    lines = [_HEAD, *_head("planned / measured", "runs", "median", "least", "most", "spread")]
+    lines = [
+        _HEAD,
+        *_head("planned / measured", "runs", "median", "least", "most", "standard deviation"),
+    ]
     parts = [("memory, best runs", 0, best), ("memory", 0, rows), ("seconds, best runs", 1, best)]
     for layers, words in _LAYERS.items():
         parts.append((f"seconds, {words}", 1, [row for row in rows if row["layers"] == layers]))
