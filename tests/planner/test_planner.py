@@ -280,7 +280,9 @@ def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
     assert re.search(r"The run takes at least .* steps, 1,000,000 tokens\n", said[0])
     assert re.search(r"^At 2 a GPU hour that costs about \d+, for \d+ GPU hours$", said[0], re.M)
     by_arithmetic, verdict_, *_ = said[0].splitlines()
-    assert by_arithmetic.startswith("By arithmetic, ") and verdict_.startswith("The run fits")
+    assert by_arithmetic.startswith("By arithmetic the run fits: ") and verdict_.startswith(
+        "The run fits"
+    )
 
 
 @pytest.mark.full

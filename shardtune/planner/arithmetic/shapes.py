@@ -9,6 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple, cast
@@ -305,8 +306,8 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     sums = gradient_bytes * trained / shards * (1 - 1 / layout.replicate)
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
     policy, _, room = decide(kept_bytes, free - states, micro_batches)
-    if not policy.kept_groups:  # a layer, the one before, and a copy
-        gathered = compute_bytes * (copied(sizes.around) + 3 * copied(largest))
+    # A layer, the one before, and a copy.
+    freed = compute_bytes * (copied(sizes.around) + 3 * copied(largest))
     if not policy.keep_gradients or micro_batches == 1:
         reduced = min(reduced, reduce_bytes * 2 * largest.trained_held(layout))
     # Blocks of cut matrices read whole rows, which the backward keeps unless it gathers them again.
@@ -323,7 +324,10 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     activations = compute_bytes * layout.tokens_per_rank * (kept + 3 * (products + more_rows))
     if policy.keep_gradients or not policy.keep_sums or micro_batches == 1:
         sums = 0.0
-    total = states + gathered + reduced + sums + activations
+    total = states + reduced + sums + activations
+    if policy.kept_groups and total + gathered > free:
+        policy = replace(policy, kept_groups=0)
+    total += gathered if policy.kept_groups else freed
     more = max(0.0, min(room, room_beside(total, free)))
     return total, Keeps(policy, math.inf if policy.kept_groups else more)
 

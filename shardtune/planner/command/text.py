@@ -18,11 +18,12 @@ from shardtune.units import duration, gb
 
 def by_arithmetic(run: Estimate) -> str:
     """Return the line that comes before the seconds of a simulation."""
-    fits = "fits" if run.fits else "does not fit as configured"
+    share = run.peak_bytes / run.machine.memory_bytes
+    fits = "fits" if share < 0.9 and run.host_fits else "does not fit" if share > 1.3 else "may fit"
     bound_by = f", {run.bound_by}" if run.bound_by else ""
     memory = f"{gb(run.peak_bytes)} of {gb(run.machine.memory_bytes)} GB"
     return (
-        f"By arithmetic, within a tenth, the run {fits}: {memory}, and at "
+        f"By arithmetic the run {fits}: about {memory}, and at "
         f"least {run.floor_s:.3g} s a step{bound_by}; a simulated step follows"
     )
 
