@@ -52,7 +52,7 @@ SECOND = [
     Check("memory-dense-8b", "memory.dense_8b", 45),
     Check("memory-lora", "memory.lora", 45),
     Check("async-save", "training.async_save", 45),
-    Check("two-gpus", "training.two_gpus", 140, takes_all_gpus=True),
+    Check("two-gpus", "training.two_gpus", 180, takes_all_gpus=True),
     Check("speed-glm-4.5-air-8192", "glm.rows_of_8192", 280, is_timed=True),
     Check("peers", "peers.peers", 550, is_timed=True),
 ]

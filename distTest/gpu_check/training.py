@@ -62,7 +62,7 @@ def losses() -> Outcome:
 
 
 def two_gpus() -> Outcome:
-    """Compare losses of experts, replicas and stages on two GPUs with the losses on one."""
+    """Compare losses of each mesh of two GPUs with the losses of one."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs 2 GPUs, and PyTorch sees {torch.cuda.device_count()}")
     settings = _settings("glm4_moe", 128 if is_tiny() else 512, "train.max_steps=6", _FAST)
@@ -70,8 +70,8 @@ def two_gpus() -> Outcome:
     for dtype in ["float32"] if is_tiny() else _TOLERANCE:
         given = [*settings, f"model.compute_dtype={dtype}"]
         one = _losses(train(f"one-{dtype}", *given))
-        for key, accumulation in {"expert": 1, "replicate": 1, "stages": 2}.items():
-            # Two data ranks take two micro-batches at once, a pipeline takes them in turn.
+        for key, accumulation in {"expert": 1, "replicate": 1, "stages": 2, "tensor": 2}.items():
+            # Two data ranks take two micro-batches at once, others take them in turn.
             mesh = f"parallel.{key}=2"
             more = [mesh, f"train.gradient_accumulation_steps={accumulation}"]
             two = _losses(train(f"{key}-{dtype}", *given, *more, ranks=2))
