@@ -73,6 +73,13 @@ def _run_command(arguments: Sequence[str]) -> None:
     command(Parser(prog=f"shardtune {name}", description=help_), arguments[1:])
 
 
+def _train(parser: Parser, arguments: Sequence[str]) -> None:
+    from shardtune.cluster.one_machine import add_arguments, train
+
+    add_arguments(parser)
+    train(parser.parse_intermixed_args(arguments))  # an assignment may stand behind an option
+
+
 def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.data.arguments import add_arguments
 
@@ -177,6 +184,7 @@ def _config_schema(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 COMMANDS = {
+    "train": (_train, "train on this machine: all its GPUs, or two CPU processes"),
     "inspect-data": (_inspect_data, "show which tokens are trained; needs no weights"),
     "verify": (_verify, "compare every byte of checkpoints and models with digests"),
     "export": (_export, "write a checkpoint's model as from_pretrained opens it"),

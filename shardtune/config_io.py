@@ -91,18 +91,22 @@ def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config
         UserError: with every problem of the arguments, the file and the environment.
     """
     parser = Parser(prog="train_fsdp.py", allow_abbrev=False)
+    add_run_arguments(parser, default_config)
+    options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
+    return load_config(options.config, options.assignments, os.environ)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, default_config: Path) -> None:
     parser.add_argument(
         "--config",
         type=Path,
         default=default_config,
         metavar="FILE",
-        help="the run's configuration (default: the config.yaml beside this script)",
+        help="the run's configuration (default: the config.yaml beside train_fsdp.py)",
     )
     parser.add_argument(
         "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
     )
-    options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
-    return load_config(options.config, options.assignments, os.environ)
 
 
 def load_config(

@@ -102,8 +102,9 @@ def _machine_facts(environment: Environment, config: Config) -> Message:
             )
     if gpus and (environment.processes or 0) > len(gpus):
         problems.append(
-            f"{environment.name}: GPUS_PER_NODE is {environment.processes} and {len(gpus)} GPUs "
-            "are visible - set it to that number, or look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+            f"{environment.name}: GPUS_PER_NODE (or --processes) is {environment.processes} and "
+            f"{len(gpus)} GPUs are visible - set it to that number, or look at "
+            "CUDA_VISIBLE_DEVICES and nvidia-smi"
         )
     gpus = gpus[: environment.processes]
     rdma_ports = _rdma_ports()

@@ -143,7 +143,7 @@ def test_a_run_on_one_machine_resumed_verified_and_exported(repository):
     load_config(repository / "mine.yaml", [], {})
     outputs = {command: run(command, repository, 900) for command in TORCHRUN_AND_TOOLS}
     trained = [output for output in outputs.values() if "Saved checkpoint_" in output]
-    assert len(trained) == 3
+    assert len(trained) == 4
     (resumed,) = [output for output in trained if "Resumed from checkpoint_0000001" in output]
     assert "Step 2/2 | Loss:" in resumed
     (verified,) = [output for command, output in outputs.items() if " verify " in command]

@@ -234,7 +234,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     facts = node_info.node_facts(environment())
     assert (facts["devices"], facts["backend"]) == ({"the device": "H100"}, "nccl")
     (problem,) = facts["problems"]
-    assert "GPUS_PER_NODE is 8 and 1 GPUs are visible - " in problem
+    assert "GPUS_PER_NODE (or --processes) is 8 and 1 GPUs are visible - " in problem
     require_error_line(f"ERROR: {problem}")
 
 
