@@ -320,6 +320,10 @@ class EvalConfig(Section, json_schema_extra=MAY_CHANGE):
     """Steps between evaluations. 0: only at the end."""
     keep_best: bool = False
     """Keep the weights of the lowest evaluation loss in `best/`."""
+    samples: CountOrZero = 0
+    """Held-out prompts that the model answers at each evaluation, the likeliest token each time."""
+    sample_tokens: Count = 64
+    """The most tokens of an answer."""
 
 
 class CheckpointConfig(Section, json_schema_extra=MAY_CHANGE):

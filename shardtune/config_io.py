@@ -179,6 +179,8 @@ def remarks(config: Config) -> list[str]:
         "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
         "eval.every_steps": not has_eval_data and "no evaluation data is given",
         "eval.keep_best": not has_eval_data and "no evaluation data is given",
+        "eval.samples": not has_eval_data and "no evaluation data is given",
+        "eval.sample_tokens": not config.eval.samples and "eval.samples is 0",
         "export.dtype": not config.export.final
         and not config.eval.keep_best
         and "export.final is false",

@@ -76,6 +76,21 @@ class EvalEntry(_Entry):
 
 
 @_described
+class SampleEntry(_Entry):
+    """With `eval.samples`: the model's answer to a held-out prompt."""
+
+    kind: Literal["sample"]
+    step: Count
+    """The step after which it was made; 0: the baseline."""
+    prompt: str
+    """All tokens before the answer, with the template's marks."""
+    answer: str
+    """The likeliest token each time, `eval.sample_tokens` at most."""
+    reference: str
+    """The record's own answer."""
+
+
+@_described
 class BestEntry(_Entry):
     """With `eval.keep_best`: the evaluation with the lowest loss so far, whose model is kept."""
 
@@ -259,6 +274,7 @@ Entry = (
     | PlanEntry
     | StepEntry
     | EvalEntry
+    | SampleEntry
     | BestEntry
     | SaveEntry
     | RefusedEntry

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardtune.data.dataset import TokenDataset
+from shardtune.data.prompts import UnfinishedTexts
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ def slice_lengths(tokens: int, ranks: int) -> list[int]:
 
 
 def build_batch(
-    dataset: TokenDataset, sequences: list[int], is_flat: bool, share: tuple[int, int] = (0, 1)
+    dataset: TokenDataset | UnfinishedTexts,
+    sequences: list[int],
+    is_flat: bool,
+    share: tuple[int, int] = (0, 1),
 ) -> Batch:
     """Build the batch of these sequences, or a rank's slice of a flat one. `share`: slice, slices.
 

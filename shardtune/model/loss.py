@@ -41,35 +41,45 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     # NaN where nothing is trained. A sum is zero there, with a graph: the backward of that batch
     # must join the collectives for which other ranks wait.
     head = model.get_output_embeddings()
-    if not isinstance(head, LossHead):
-        logits = model(**batch.inputs()).logits.flatten(0, 1).index_select(0, batch.predicting)
+    if not (isinstance(head, LossHead) and head.is_last):
+        logits = predicted_logits(model, batch)
         return F.cross_entropy(logits.float(), batch.targets, reduction="sum")
     head.batch = batch
     try:
-        output = cast(torch.Tensor, model(**batch.inputs()).logits)
+        return cast(torch.Tensor, model(**batch.inputs()).logits)
     finally:
         head.batch = None
-    if head.is_last:
-        return output
-    return F.cross_entropy(output.squeeze(0).float(), batch.targets, reduction="sum")
+
+
+def predicted_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return the logits of the positions that predict trained tokens: [n, vocabulary]."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, LossHead):
+        return model(**batch.inputs()).logits.flatten(0, 1).index_select(0, batch.predicting)
+    head.batch, head.makes_logits = batch, True
+    try:
+        return model(**batch.inputs()).logits.squeeze(0)
+    finally:
+        head.batch, head.makes_logits = None, False
 
 
 class LossHead(nn.Linear):
     """A model's head that projects only the positions that predict trained tokens of `batch`.
 
     Where nothing follows the head in the model (`is_last`) it returns the summed loss itself, else
-    logits (1, n, vocabulary), which the model goes on to scale or cap.
+    or with `makes_logits` logits (1, n, vocabulary), which the model goes on to scale or cap.
     """
 
     batch: Batch | None
     is_last: bool
+    makes_logits = False
     device_type = "cpu"  # the run's device: a plan simulates a GPU's run on a CPU
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
             return super().forward(hidden)
         predicting = hidden.flatten(0, -2).index_select(0, self.batch.predicting)
-        if not self.is_last:
+        if self.makes_logits or not self.is_last:
             return super().forward(predicting).unsqueeze(0)
         options = torch.is_grad_enabled(), self.device_type
         arguments = (predicting, self.weight, self.bias, self.batch.targets, *options)

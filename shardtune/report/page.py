@@ -23,6 +23,7 @@ from shardtune.run_files import METRICS
 # The anchor and the heading of each table that has rows.
 _HEADINGS = {
     "evaluations": ("evaluations", "Evaluations"),
+    "samples": ("samples", "Samples"),
     "slow_ranks": ("ranks-table", "Slow ranks"),
     "divisions": ("profile", "Profiled steps"),
     "starts": ("starts", "Starts and what changed"),
@@ -57,6 +58,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     tables = {
         "starts": [row for run in runs for row in _starts(run, len(runs) > 1)],
         "evaluations": [row for run in runs for row in _evaluations(run, len(runs) > 1)],
+        "samples": [row for run in runs for row in _samples(run, len(runs) > 1)],
         "slow_ranks": [row for run in runs for row in _slow_ranks(run, len(runs) > 1)],
         "data_lines": [line for run in runs for line in _data_lines(run, len(runs) > 1)],
         "divisions": [row for run in runs for row in _divisions(run, len(runs) > 1)],
@@ -136,6 +138,16 @@ def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any
         label = _prefix(run, is_one_of_many) + name
         tokens = entries[-1].get("tokens")
         yield _row(label, [*shown, NOT_WRITTEN if tokens is None else f"{tokens:,}"])
+
+
+def _samples(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+    """Yield the answers of the last evaluation, each beside its reference."""
+    samples = run.of_kind("sample")
+    last = max((entry["step"] for entry in samples), default=None)
+    for entry in samples:
+        if entry["step"] == last:
+            name = f"{_prefix(run, is_one_of_many)}step {last}"
+            yield _row(name, [str(entry.get(key)) for key in ("prompt", "answer", "reference")])
 
 
 def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:

@@ -1,26 +1,37 @@
-"""Perplexity over the evaluation set: each trained token counts once, on any number of ranks."""
+"""Perplexity over the evaluation set, and answers to some of its prompts, on any mesh of ranks.
+
+Each trained token counts once.
+"""
 
 from __future__ import annotations
 
 import math
-from itertools import chain
+import re
+import time
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
-from shardtune.data.batch import build_batch
-from shardtune.data.dataset import PreparedData, TokenDataset
+from shardtune.data.batch import Batch, build_batch
+from shardtune.data.chat_encoder import ChatEncoder
+from shardtune.data.dataset import PreparedData, TokenDataset, build_encoder
 from shardtune.data.order import lay_out_rows
+from shardtune.data.prompts import Prompt, UnfinishedTexts, choose_prompts, in_rows
 from shardtune.data.schedule import Schedule, assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
 from shardtune.log import logger
-from shardtune.metrics_schema import EvalEntry
+from shardtune.metrics_schema import EvalEntry, SampleEntry
 from shardtune.model.fsdp_groups import forward_only
+from shardtune.model.loss import predicted_logits
 from shardtune.training.context import TrainContext
 from shardtune.training.garbage_collection import collect_if_due
 from shardtune.training.observers.metrics import read_entries
 from shardtune.training.run import Run
+
+_MOST_SHOWN = 300  # characters of a text in the log
 
 
 def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) -> bool:
@@ -48,6 +59,8 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
             f"Tokens: {entry['tokens']}{at_step}"
         )
     context.metrics.write(*entries)
+    if context.run.config.eval.samples:
+        answer_prompts(context, step, stop)
     if context.best and (best := context.best.offer(entries[0])):
         context.metrics.write(best)
     return True
@@ -94,6 +107,96 @@ def _nll_sum(
     with world.progress.waiting():
         dist.all_reduce(nll_sum)
     return nll_sum
+
+
+def answer_prompts(context: TrainContext, step: int, stop: StopRequest | None = None) -> None:
+    """Let the model answer held-out prompts, and log each answer. Collective.
+
+    A signal on any rank leaves them out.
+    """
+    run, world, began = context.run, context.run.world, time.perf_counter()
+    prompts = choose_prompts(context.data.eval.values(), run.config.eval.samples)
+    encoders: list[ChatEncoder] = []
+
+    def stop_token_ids() -> list[int]:
+        encoders.append(build_encoder(run.config.model.path, run.config.data, run.date))
+        return encoders[0].stop_token_ids
+
+    ends = world.on_rank0(stop_token_ids)
+    with forward_only(context.model):
+        answers = _greedy(context, prompts, ends, stop)
+    if answers is None or not world.is_main:
+        return
+    decode = encoders[0].tokenizer.decode
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+        texts = (
+            decode(prompt.tokens),
+            *(decode(ids, skip_special_tokens=True) for ids in (answer, prompt.reference)),
+        )
+        entry = SampleEntry(
+            kind="sample", step=step, prompt=texts[0], answer=texts[1], reference=texts[2]
+        )
+        context.metrics.write(entry)
+        asked, said, expected = map(_in_a_line, texts)
+        logger.info(
+            f"Sample {number} of {len(prompts)} after step {step}: {asked} | Answer {said} | "
+            f"Reference {expected}"
+        )
+    seconds = time.perf_counter() - began
+    logger.info(f"Samples took {seconds:.1f} s for {sum(map(len, answers))} tokens")
+
+
+def _greedy(
+    context: TrainContext, prompts: list[Prompt], ends: list[int], stop: StopRequest | None
+) -> list[list[int]] | None:
+    """Return the likeliest tokens behind each prompt, without the one that ends the answer.
+
+    Each further token is one forward over the whole texts. Return None on every rank if a rank has
+    received a signal.
+    """
+    config, world = context.run.config, context.run.world
+    most_tokens = config.data.max_length
+    texts = [prompt.tokens[: most_tokens - 1] for prompt in prompts]
+    begins = [len(text) for text in texts]
+    unended = [*range(len(texts))]
+    while unended:
+        data_set = UnfinishedTexts(texts)
+        rows = [
+            in_rows(texts, unended[rank :: world.layout.data_ranks], most_tokens, context.is_flat)
+            for rank in range(world.layout.data_ranks)
+        ]
+        # All ranks make the same number of forwards, with or without texts of their own.
+        for row_of_each in zip_longest(*rows, fillvalue=list[int]()):
+            own = row_of_each[world.data_rank]
+            batch = build_batch(data_set, own, context.is_flat, world.share)
+            chosen = context.stage.forward(batch.to(world.device), _next_tokens)
+            context.stage.finish()
+            found = chosen.tolist() if chosen.dim() else []  # only the last stage has some
+            for pairs, is_stopped in world.all_gather_json([found, bool(stop and stop.received)]):
+                if is_stopped:
+                    return None
+                for number, token in pairs:
+                    texts[number].append(token)
+        unended = [
+            n
+            for n in unended
+            if texts[n][-1] not in ends
+            and len(texts[n]) < min(begins[n] + config.eval.sample_tokens, most_tokens - 1)
+        ]
+    answers = (text[begin:] for text, begin in zip(texts, begins, strict=True))
+    return [answer[:-1] if answer[-1] in ends else answer for answer in answers]
+
+
+def _next_tokens(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return for each text of the batch its number and its next token: int64 [texts, 2]."""
+    return torch.stack([batch.targets, predicted_logits(model, batch).argmax(-1)], -1)
+
+
+def _in_a_line(text: str) -> str:
+    """Return the text in quotes, without line breaks and what other programs look for in a log."""
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return '"' + re.sub(r"(?<=\w):", r"\\x3a", shown) + '"'
 
 
 def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) -> int | None:

@@ -8,7 +8,7 @@ states travel to the next stage, and their gradients back. A run without stages 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.loss import summed_loss
 from shardtune.training.states.replica_shards import OwnedParameters
 
+Measure = Callable[[PreTrainedModel, Batch], torch.Tensor]
 _MOST_SENT = 2  # hidden states of an evaluation that have not arrived
 
 
@@ -60,10 +61,11 @@ class Stage:
         self._expect_next()
         return zip(micro_batches, due, strict=True)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, measure: Measure | None = None) -> torch.Tensor:
         """Return a micro-batch's summed negative log-likelihood: nats, 0 but in the last stage.
 
-        With gradients enabled its `backward` must follow.
+        With gradients enabled its `backward` must follow. `measure`: what the last stage makes of
+        the batch instead, such as `predicted_logits`.
         """
         received = None
         if self._before and not self._arriving:  # an evaluation has no `passes`
@@ -82,7 +84,7 @@ class Stage:
                 output = cast(Any, self._model.get_output_embeddings()).take()
                 self._send(output.detach(), self._behind, self._behind.forward)
             else:
-                output = summed_loss(self._model, batch)
+                output = (measure or summed_loss)(self._model, batch)
         if torch.is_grad_enabled():
             self._in_flight.append((received, output))
         return output.new_zeros((), dtype=torch.float32) if self._behind else output.detach()

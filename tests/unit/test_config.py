@@ -308,6 +308,8 @@ REMARKS = [
         "scheduler.name is constant",
     ),
     ("eval.every_steps=5", "eval.every_steps = 5", "no evaluation data is given"),
+    ("eval.samples=2", "eval.samples = 2", "no evaluation data is given"),
+    ("data.eval=e eval.sample_tokens=5", "eval.sample_tokens = 5", "eval.samples is 0"),
 ]
 
 
