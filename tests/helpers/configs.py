@@ -27,7 +27,7 @@ optimizer: {offload: false, name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0
   weight_decay: 0.0}
 lora: {rank: null, alpha: null, dropout: 0.0, targets: all-linear}
 scheduler: {name: cosine, warmup_ratio: 0.03, min_lr_ratio: 0.1}
-eval: {baseline: true, every_steps: 0, keep_best: false}
+eval: {baseline: true, every_steps: 0, keep_best: false, samples: 0, sample_tokens: 64}
 checkpoint: {every_steps: 500, keep: 2, mode: async}
 export: {final: true, dtype: source, merge: true}
 logging: {every_steps: 1, tensorboard: false, wandb: null, profile_steps: null}
