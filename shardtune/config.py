@@ -287,6 +287,8 @@ class LoraConfig(Section):
     """Rank of the adapters. `null`: full fine-tuning."""
     alpha: Positive | None = None
     """The adapters' output is scaled by `alpha` / `rank`. `null`: 2 x `rank`."""
+    rslora: bool = False
+    """Scale by `alpha` / the square root of `rank` instead (arXiv 2312.03732)."""
     dropout: FractionBelowOne = 0.0
     """Dropout of the adapters' input."""
     targets: Literal["all-linear", "attention", "experts"] | Text | Names = "all-linear"
@@ -294,10 +296,16 @@ class LoraConfig(Section):
     router, no head."""
 
     @property
-    def scaling(self) -> float:
-        """The factor of the adapters' output, `alpha` / `rank`."""
+    def scaled_by(self) -> float:
+        """`alpha`, or its default."""
         assert self.rank
-        return 2.0 if self.alpha is None else self.alpha / self.rank
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapters' output."""
+        assert self.rank
+        return self.scaled_by / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class SchedulerConfig(Section, json_schema_extra=MAY_CHANGE):

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): frozen weights with trained factors beside them.
 
-    y = W x + alpha / rank * B A dropout(x)      A (rank, in), B (out, rank)
+    y = W x + scaling * B A dropout(x)      A (rank, in), B (out, rank)
 
 The factors are parameters of the module that has the weight. So the weight keeps its name, and FSDP
 gathers both in one group. Stacked experts have a pair of factors for each expert, and no merged
@@ -265,9 +265,9 @@ def describe_adapters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     targets = choose_targets(model, config)
     counts = Counter(target.in_layer for target in targets)
     experts = "" if any(target.group == "experts" for target in targets) else "no "
-    alpha = config.scaling * (config.rank or 0)
+    scaled = f"alpha {config.scaled_by:g}{' (rsLoRA)' * config.rslora}"
     return [
-        f"LoRA: rank {config.rank}, alpha {alpha:g}, {experts}experts among its modules: "
+        f"LoRA: rank {config.rank}, {scaled}, {experts}experts among its modules: "
         + ", ".join(f"{n} x {name}" for name, n in counts.items()),
         f"LoRA: {trained:,} parameters are trained, in float32 with float32 AdamW; the others are "
         f"frozen: {', '.join(f'{n:,} in {dtype}' for dtype, n in frozen.items())}",

@@ -59,10 +59,13 @@ def build(family: str) -> Any:
         *((family, "all-linear") for family in ALL_FAMILIES),
         ("glm4_moe", ("down_proj", "o_proj")),
         ("gpt_oss", "experts"),
+        ("glm4_moe", "rslora"),
     ],
 )
 def test_adapters_equal_pefts_and_merge(family, targets, tmp_path):
-    lora = LoraConfig(rank=3, alpha=12, targets=targets)
+    is_rslora = targets == "rslora"
+    targets = "all-linear" if is_rslora else targets
+    lora = LoraConfig(rank=3, alpha=12, rslora=is_rslora, targets=targets)
     model, source = build(family), tmp_path / "source"
     model.save_pretrained(source)
     add_adapters(model, lora)

@@ -94,7 +94,8 @@ def _peft_config(
         "base_model_name_or_path": source,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": lora.scaling * lora.rank,
+        "lora_alpha": lora.scaled_by,
+        "use_rslora": lora.rslora,
         # peft has no dropout for parameters, and inference has none at all.
         "lora_dropout": 0.0 if parameters else lora.dropout,
         "bias": "none",
