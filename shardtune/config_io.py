@@ -174,7 +174,9 @@ def remarks(config: Config) -> list[str]:
     is_constant = config.scheduler.name == "constant"
     reasons = {
         "data.eval_fraction": data.eval is not None and "data.eval is given",
-        **dict.fromkeys(("lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "export.merge"), no_lora),
+        **dict.fromkeys(
+            ("lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "export.merge"), no_lora
+        ),
         **dict.fromkeys(("model.master_dtype", "optimizer.name", "optimizer.offload"), with_lora),
         "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
         "eval.every_steps": not has_eval_data and "no evaluation data is given",
