@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoConfig
 
 from benchmarks.sides import copy_tokenizer
 from benchmarks.tables import table
 from distTest.workloads.script import REPOSITORY, absolute, environment, train_command
 from distTest.workloads.shapes import shape_of
-from examples.ask import Model, read_chats
+from examples.ask import exact_matches, read_chats
+from shardtune.ask import Model
 from shardtune.report.charts import Chart, Curve, XAxis
 from shardtune.report.draw import write_svg
 from shardtune.report.read_run import read_run
@@ -105,7 +107,7 @@ def main(options: Namespace) -> None:
             if any(codes := [process.wait() for process in started]):
                 sys.exit(f"ERROR: the runs ended with {codes} - see their output above")
         results = {name: read_results(run_dir) for name, run_dir in names.items()}
-        before = Model(options.model, {}).exact_matches(read_chats(_QUESTIONS))
+        before = _exact(options.model)
     for name, variant in VARIANTS.items():
         results[name] |= {} if variant.is_tiny else {"exact before": before}
     for file in (options.results, options.page):
@@ -149,8 +151,12 @@ def read_results(run_dir: Path) -> dict[str, Any]:
     return {
         "losses": [entry["loss"] for entry in record.of_kind("step")],
         "perplexities": [entry["perplexity"] for entry in record.of_kind("eval")],
-        "exact after": Model(run_dir / "model", {}).exact_matches(read_chats(_QUESTIONS)),
+        "exact after": _exact(run_dir / "model"),
     }
+
+
+def _exact(folder: Path) -> int:
+    return exact_matches(Model(str(folder), torch.float32, {}), read_chats(_QUESTIONS))
 
 
 def furthest(results: Results, name: str, steps: int | None = None) -> float:

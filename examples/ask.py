@@ -1,4 +1,4 @@
-"""Ask a model held-out questions before and after fine-tuning.
+"""Score the demo: held-out questions before and after, and a count of exact short answers.
 
 python examples/ask.py --before MODEL_DIR --run RUN_DIR --questions FILE.jsonl [--short FILE.jsonl]
 """
@@ -9,14 +9,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-Chat = list[dict[str, Any]]
+from shardtune.ask import Chat, Model
 
 
 def main() -> None:
@@ -37,7 +34,6 @@ def main() -> None:
         "--short", type=Path, help="chats with short answers, whose exact matches are counted"
     )
     arguments = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
     chat = read_chats(arguments.questions)[arguments.number]
     short = read_chats(arguments.short) if arguments.short else []
     config = yaml.safe_load((arguments.run / "config.yaml").read_text(encoding="utf-8"))
@@ -47,9 +43,9 @@ def main() -> None:
     print(f"\nQuestion (held out): {prompt[-1]['content']}")
     matches = []
     for name, path in (("Before: ", arguments.before), ("After:  ", after)):
-        model = Model(path, options)
+        model = Model(str(path), torch.float32, options)
         print(f"\n{name}{model.answer([prompt], 100)[0]}")
-        matches.append(model.exact_matches(short))
+        matches.append(exact_matches(model, short))
     print(f"\nReference: {reference}\n")
     if short:
         numbers = "{} before, {} after".format(*matches)
@@ -74,41 +70,17 @@ def split(chat: Chat) -> tuple[Chat, str]:
     return chat[:first_answer], chat[first_answer]["content"]
 
 
-class Model:
-    """A model in float32 that gives its most likely answers."""
-
-    def __init__(self, path: Path, template_options: dict[str, Any]) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, padding_side="left")
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self._options = template_options
-
-    def answer(self, prompts: Sequence[Chat], max_new_tokens: int) -> list[str]:
-        inputs = self._tokenizer.apply_chat_template(
-            prompts,
-            add_generation_prompt=True,
-            padding=len(prompts) > 1,
-            return_tensors="pt",
-            return_dict=True,
-            **self._options,
-        )
-        generated = self._model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        answers = generated[:, inputs["input_ids"].shape[1] :]
-        texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return [text.strip() for text in texts]
-
-    def exact_matches(self, chats: Sequence[Chat]) -> int:
-        """Count the answers that are the reference, but for case and a full stop at the end."""
-        if not chats:
-            return 0
-        prompts, references = zip(*map(split, chats), strict=True)
-        # Room for a full stop, and for one token more, which shows an answer that goes on.
-        longest = max(map(len, self._tokenizer(list(references))["input_ids"])) + 2
-        answers = self.answer(prompts, longest)
-        pairs = zip(answers, references, strict=True)
-        return sum(
-            answer.casefold().removesuffix(".") == reference.casefold()
-            for answer, reference in pairs
-        )
+def exact_matches(model: Model, chats: Sequence[Chat]) -> int:
+    """Count the answers that are the reference, but for case and a full stop at the end."""
+    if not chats:
+        return 0
+    prompts, references = zip(*map(split, chats), strict=True)
+    # Room for a full stop, and for one token more, which shows an answer that goes on.
+    longest = max(map(len, model.tokenizer(list(references))["input_ids"])) + 2
+    return sum(
+        answer.casefold().removesuffix(".") == reference.casefold()
+        for answer, reference in zip(model.answer(prompts, longest), references, strict=True)
+    )
 
 
 if __name__ == "__main__":

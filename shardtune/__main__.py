@@ -162,6 +162,19 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
             print_team_table(runs, say)
 
 
+def _ask(parser: Parser, arguments: Sequence[str]) -> None:
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a directory or a hub id")
+    question_help = "one question; without it each line of the input is one, on its own"
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help=question_help)
+    options = parser.parse_args(arguments)
+    if options.question is not None and not options.question.strip():
+        parser.error("QUESTION is empty")
+    with imports_without_gc():
+        from shardtune.ask import ask
+
+    ask(options.model, options.question)
+
+
 def _report(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.report.report_command import add_arguments, report
 
@@ -189,6 +202,7 @@ COMMANDS = {
     "verify": (_verify, "compare every byte of checkpoints and models with digests"),
     "export": (_export, "write a checkpoint's model as from_pretrained opens it"),
     "plan": (_plan, "say whether a run fits, and what it takes, from config.json"),
+    "ask": (_ask, "answer a question by a run's model, or by any model"),
     "report": (_report, "write a page of a run's curves, or of several runs"),
     "watch": (_watch, "show a run in this terminal, from its directory"),
     "config-schema": (_config_schema, "print the JSON schema of the configuration"),

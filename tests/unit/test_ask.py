@@ -1,18 +1,29 @@
-"""examples/ask.py answers as the models would, with the run's options for the template."""
+"""`shardtune ask` and examples/ask.py answer as the models would, with the run's options."""
 
 from __future__ import annotations
 
+import io
+import json
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CHATML, REPOSITORY, write_jsonl
+from helpers.commands import completed
 from helpers.plain_training import sharpen, with_weights
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardtune.__main__ import run
+from shardtune.ask import Model
+from shardtune.distributed.join import native_dtype
+from shardtune.distributed.tensors import DTYPES
 
 MESSAGES = [
     {"role": "system", "content": "be brief"},
@@ -61,13 +72,13 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def asking() -> dict[str, Any]:
+def scoring() -> dict[str, Any]:
     return runpy.run_path(str(REPOSITORY / "examples/ask.py"))
 
 
-def test_questions_of_unequal_length_are_answered_together_as_alone(models, tmp_path, asking):
+def test_questions_of_unequal_length_are_answered_together_as_alone(models, tmp_path):
     folder = with_weights(models["llama"], tmp_path / "model", sharpen)
-    model = asking["Model"](folder, {})
+    model = Model(str(folder), torch.float32)
     questions = ["which rank ?", "why does the ring stop when a node is gone ?", "what is it ?"]
     prompts = [[{"role": "user", "content": question}] for question in questions]
     alone = [model.answer([prompt], 8)[0] for prompt in prompts]
@@ -76,10 +87,193 @@ def test_questions_of_unequal_length_are_answered_together_as_alone(models, tmp_
 
 
 def test_an_answer_counts_that_is_the_reference_but_for_case_and_a_full_stop(
-    models, asking, monkeypatch
+    models, scoring, monkeypatch
 ):
     given = {"75": "75", "COMPLETE": "complete.", "16": "16 bytes", "gloo": "It is gloo", "2": "3"}
-    monkeypatch.setattr(asking["Model"], "answer", lambda *_, **__: list(given.values()))
-    model = asking["Model"](models["llama"], {})
+    monkeypatch.setattr(Model, "answer", lambda *_, **__: list(given.values()))
+    model = Model(str(models["llama"]), torch.float32)
     chats = [[*MESSAGES[:2], {"role": "assistant", "content": text}] for text in given]
-    assert model.exact_matches(chats) == 2
+    assert scoring["exact_matches"](model, chats) == 2
+
+
+QUESTION = "which rank ?"
+SILENT = CHATML + "{% if not enable_thinking|default(true) %}silently {% endif %}"
+
+
+def generated(folder: Path, prompt: str, model: Any = None) -> str:
+    """What `generate()` says behind a prompt, as the command prints it."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    dtype = DTYPES[native_dtype(torch.device("cpu"))]
+    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    room = min(1024, model.config.max_position_embeddings - length)
+    out = model.generate(**inputs, max_new_tokens=room, do_sample=False)[0, length:]
+    return str(tokenizer.decode(out, skip_special_tokens=True)) + "\n"
+
+
+def in_chatml(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Few positions, so that its answers are short."""
+    folder = with_weights(models["llama"], tmp_path_factory.mktemp("sharp") / "model", sharpen)
+    edited("config.json", max_position_embeddings=64)(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(sharp: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharp, tmp_path / "model"))
+
+
+def a_run(path: Path, options: str = "{}") -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "metrics.jsonl").touch()
+    (path / "config.yaml").write_text(f"data: {{template_options: {options}}}\n")
+    return path
+
+
+def test_the_command_answers_as_generate_does(sharp):
+    """In a process of its own, as a user calls it."""
+    command = [sys.executable, "-m", "shardtune", "ask", str(sharp), QUESTION]
+    answered = completed(command, cwd=REPOSITORY)
+    assert answered.returncode == 0, answered.stderr
+    assert answered.stdout == generated(sharp, in_chatml(QUESTION))
+    assert len(answered.stdout) > 9
+
+
+@pytest.mark.parametrize("named", [".", "model"])
+def test_a_run_answers_with_its_own_model_and_options(named, folder, tmp_path, capsys):
+    (folder / "chat_template.jinja").write_text(SILENT)
+    run_dir = a_run(tmp_path, "{enable_thinking: false}")
+    assert run(["ask", str(run_dir / named), QUESTION]) == 0
+    assert capsys.readouterr().out == generated(folder, in_chatml(QUESTION) + "silently ")
+
+
+def test_each_line_of_the_input_is_a_question_of_its_own(sharp, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("which rank ?\n\n  what is it ? \n"))
+    assert run(["ask", str(sharp)]) == 0
+    asked = ["which rank ?", "what is it ?"]
+    assert capsys.readouterr().out == "".join(generated(sharp, in_chatml(q)) for q in asked)
+
+
+def test_without_a_template_the_model_continues_the_text(folder, capsys):
+    (folder / "chat_template.jinja").unlink()
+    assert run(["ask", str(folder), QUESTION]) == 0
+    said = capsys.readouterr()
+    assert said.out == generated(folder, QUESTION)
+    assert f"WARNING: {folder} has no chat template, so that it continues your text" in said.err
+
+
+def test_an_adapter_answers_on_its_base_with_the_runs_template(folder, tmp_path, capsys):
+    run_dir = a_run(tmp_path / "run")
+    template = tmp_path / "silent.jinja"
+    template.write_text(SILENT.replace("|default(true)", "|default(false)"))
+    (run_dir / "config.yaml").write_text(f"data: {{chat_template: {template}}}\n")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    get_peft_model(base, config).save_pretrained(run_dir / "adapter")
+    assert run(["ask", str(run_dir), QUESTION]) == 0
+    answer = capsys.readouterr().out
+    prompt = in_chatml(QUESTION) + "silently "
+    dtype = DTYPES[native_dtype(torch.device("cpu"))]
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    adapted = PeftModel.from_pretrained(base, run_dir / "adapter")
+    assert answer == generated(folder, prompt, adapted)
+    assert answer != generated(folder, prompt)
+
+
+def refused(path: Path, capsys: pytest.CaptureFixture[str], question: str = QUESTION) -> str:
+    capsys.readouterr()
+    assert run(["ask", str(path), question]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ERROR: ") and said.err.count("\n") == 1 and " - " in said.err
+    return said.err
+
+
+def test_a_run_without_a_model_is_told_what_to_ask_instead(tmp_path, capsys):
+    run_dir = a_run(tmp_path / "run")
+    assert "the run has no model yet, it writes one at its end - wait for it" in refused(
+        run_dir, capsys
+    )
+    (run_dir / "checkpoints/checkpoint_0000002").mkdir(parents=True)
+    (run_dir / "checkpoints/checkpoint_0000004").mkdir()
+    export = f"`shardtune export {run_dir}/checkpoints/checkpoint_0000004 OUT` and ask OUT"
+    assert export in refused(run_dir, capsys)
+    (run_dir / "best").mkdir()
+    assert f" - ask {run_dir}/best, or {export}" in refused(run_dir, capsys)
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path, capsys):
+    assert f"{tmp_path}: no model, since it has no config.json, and no run" in refused(
+        tmp_path, capsys
+    )
+    assert "nothing: neither a directory here nor in the hub's cache" in refused(
+        tmp_path / "nothing", capsys
+    )
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def lose_the_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def edited(file: str, **values: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / file
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(known | values))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "its weights cannot be read (SafetensorError"),
+        (lose_a_tensor, "no model.layers.1.mlp.up_proj.weight, 1 tensors in all"),
+        (lose_the_tokenizer, "no tokenizer that transformers can read"),
+        (edited("config.json", model_type="nobody"), "does not know the architecture nobody"),
+        (edited("config.json", quantization_config={"quant_method": "x"}), "by x) -"),
+        (
+            edited("hf_quant_config.json", quantization={"quant_algo": "FP8"}),
+            "no `quant_method`",
+        ),
+        (edited("adapter_config.json", base_model_name_or_path=None), "its base is in no file"),
+        (edited("config.json", max_position_embeddings=4), "tokens, and the model 4 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_opened_or_asked_is_refused(damage, said, folder, capsys):
+    damage(folder)
+    assert said in refused(folder, capsys)
+
+
+def test_no_code_of_a_model_is_run(folder, tmp_path, capsys):
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')\n"
+    (folder / "own.py").write_text(code + "class A: pass\n")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate/generate.py").write_text(code + "def generate(*a, **b): pass\n")
+    own = {"auto_map": {"AutoConfig": "own.A", "AutoModelForCausalLM": "own.A"}}
+    edited("config.json", **own)(folder)
+    edited("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.A", None]})(folder)
+    assert run(["ask", str(folder), QUESTION]) == 0  # by the classes of transformers
+    edited("config.json", model_type="nobody")(folder)
+    assert "its model is code of its own, which is not run here" in refused(folder, capsys)
+    assert not ran.exists()

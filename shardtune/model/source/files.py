@@ -52,19 +52,12 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
             longer than its positions, or a directory's weights are missing or truncated.
     """
     path = model.path
-    with _refusing(
-        path,
-        "no model configuration that transformers can read",
-        "name a hub id or a directory with a config.json",
-    ):
-        config = _read_known_config(path)
-        with contextlib.suppress(OSError):  # few models have it
-            cached_file(path, MODELOPT)
+    config = known_config(path)
     if problem := not_trained(config.model_type):
         raise UserError(problem)
     take_quantization(config, model_folder(path) or Path(), path)
     with (
-        _refusing(path, "no model can be built from its configuration", "correct its config.json"),
+        refusing(path, "no model can be built from its configuration", "correct its config.json"),
         torch.device("meta"),
     ):
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
@@ -76,6 +69,19 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         raise UserError(*problems)
     if config.dtype is None and model.init == "pretrained":
         config.dtype = _stored_dtype(Path(path))
+    return config
+
+
+def known_config(path: str) -> PreTrainedConfig:
+    """Read the configuration of a model that transformers knows. Raises UserError."""
+    with refusing(
+        path,
+        "no model configuration that transformers can read",
+        "name a hub id or a directory with a config.json",
+    ):
+        config = _read_known_config(path)
+        with contextlib.suppress(OSError):  # few models have it
+            cached_file(path, MODELOPT)
     return config
 
 
@@ -103,7 +109,7 @@ def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]
     path = model.path
     if Path(path).is_dir():
         return None
-    with _refusing(
+    with refusing(
         path,
         "its files cannot be fetched",
         "connect to the hub, or copy them into this node's cache",
@@ -135,7 +141,7 @@ def model_folder(path: str) -> Path | None:
 
 
 @contextmanager
-def _refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
+def refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
     """Turn the various errors of transformers and of the hub's client into a UserError."""
     unreachable = "" if Path(path).is_dir() else hub_problem()
     try:

@@ -47,11 +47,11 @@ def build_with_towers(model_config: PreTrainedConfig, **options: Any) -> PreTrai
     Raises:
         UserError: transformers has no class that predicts text with this architecture.
     """
-    model: PreTrainedModel = _class_of(model_config).from_config(model_config, **options)
+    model: PreTrainedModel = class_of(model_config).from_config(model_config, **options)
     return model
 
 
-def _class_of(model_config: PreTrainedConfig) -> type[Any]:
+def class_of(model_config: PreTrainedConfig) -> type[Any]:
     """Return transformers' automatic class that opens all of such a model's files."""
     kind = type(model_config)
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)

@@ -1,0 +1,174 @@
+"""`shardtune ask`: a model's most likely answers. transformers opens the model and generates."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, TextStreamer
+from transformers.quantizers import AutoHfQuantizer
+
+from shardtune.checkpoint.run_dir import ADAPTER, BEST
+from shardtune.config_io import read_written
+from shardtune.data.chat_encoder import stop_token_ids
+from shardtune.data.dataset import read_chat_template
+from shardtune.distributed.join import native_dtype
+from shardtune.distributed.tensors import DTYPES
+from shardtune.errors import UserError
+from shardtune.log import quiet_libraries
+from shardtune.model.source.config_json import method_of
+from shardtune.model.source.files import known_config, model_folder, refusing
+from shardtune.model.source.quantised import quantisation_in
+from shardtune.model.source.text_model import class_of
+from shardtune.model.traits import number
+from shardtune.run_files import METRICS
+
+_LONGEST = 1024  # tokens of an answer
+_ADAPTER = "adapter_config.json"
+Chat = list[dict[str, Any]]
+
+
+def ask(path: str, question: str | None) -> None:
+    """Print the answer to a question, else to each line of standard input. Raises UserError."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = Model(path, DTYPES[native_dtype(device)])
+    streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def answer(text: str) -> None:
+        readable = text.encode(errors="replace").decode()  # the bytes may be of another encoding
+        model.answer([[{"role": "user", "content": readable}]], _LONGEST, streamer)
+
+    if question is not None:
+        answer(question)
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ends the loop as Ctrl-D does
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if line := input(prompt).strip():
+                answer(line)
+
+
+class Model:
+    """A model and its tokenizer: of a run, of the folder of a model or an adapter, or of the hub.
+
+    `options` are the chat template's; None: those of the run that has the folder.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+
+    def __init__(
+        self, path: str, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._model: Any
+        quiet_libraries(is_main=True)
+        transformers.utils.logging.set_verbosity_error()
+        path, run = _find(path)
+        self._options = (run.get("data.template_options") or {}) if options is None else options
+        try:
+            if (file := Path(path) / _ADAPTER).is_file():
+                with refusing(path, "the adapter cannot be read", "export it again"):
+                    base = json.loads(file.read_bytes())["base_model_name_or_path"]
+                    if not base:
+                        raise ValueError("model.init=random: its base is in no file")
+                    self._open(str(base), dtype)
+                    from peft import PeftModel
+
+                    self._model = PeftModel.from_pretrained(self._model, path)
+                if template := run.get("data.chat_template"):
+                    self.tokenizer.chat_template = read_chat_template(template)
+            else:
+                self._open(path, dtype)
+        except UserError as refusal:  # a run's own words, which has a key for the model
+            raise UserError(*(p.removeprefix("model.path=") for p in refusal.problems)) from refusal
+        if not self.tokenizer.chat_template:
+            remark = f"{path} has no chat template, so that it continues your text as it stands"
+            print(f"WARNING: {remark}", file=sys.stderr)
+
+    def _open(self, path: str, dtype: torch.dtype) -> None:
+        config, again = known_config(path), "fetch or export the model again"
+        with refusing(path, "no tokenizer that transformers can read", again):
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, config=config, padding_side="left", trust_remote_code=False
+            )
+            self._stops = stop_token_ids(self.tokenizer, path, config)
+        with refusing(path, "its weights cannot be read", again):
+            quantisation = quantisation_in(model_folder(path) or Path(path))
+            if quantisation and not AutoHfQuantizer.supports_quant_method(quantisation):
+                raise ValueError(f"quantised by {method_of(quantisation)}")
+            self._model, report = class_of(config).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                device_map="auto",
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            if missing := report["missing_keys"]:
+                raise ValueError(f"no {min(missing)}, {len(missing)} tensors in all")
+        self._positions = number(config.get_text_config(), "max_position_embeddings")
+
+    def answer(
+        self, chats: Sequence[Chat], most_tokens: int, streamer: TextStreamer | None = None
+    ) -> list[str]:
+        """Return the greedy answer to each chat. Raises UserError if one is too long.
+
+        Without a chat template the model continues the last message.
+        """
+        given: dict[str, Any] = {"padding": len(chats) > 1, "return_tensors": "pt"}
+        if self.tokenizer.chat_template:
+            given |= {"add_generation_prompt": True, "return_dict": True, **self._options}
+            inputs = self.tokenizer.apply_chat_template(chats, **given)
+        else:
+            inputs = self.tokenizer([chat[-1]["content"] for chat in chats], **given)
+        length = inputs["input_ids"].shape[1]
+        room = self._positions - length if self._positions else most_tokens
+        if room < 1:
+            problem = f"the question has {length} tokens, and the model {self._positions} positions"
+            raise UserError(f"{problem} - ask a shorter one")
+        generated = self._model.generate(
+            **{key: inputs[key].to(self._model.device) for key in ("input_ids", "attention_mask")},
+            max_new_tokens=min(most_tokens, room),
+            do_sample=False,
+            eos_token_id=self._stops,
+            streamer=streamer,
+        )[:, length:]
+        if streamer and generated[0, -1] not in self._stops:
+            print(f"WARNING: cut off after {generated.shape[1]} tokens", file=sys.stderr)
+        texts = self.tokenizer.batch_decode(generated, skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+
+def _find(path: str) -> tuple[str, dict[str, Any]]:
+    """Return a model's folder, or hub id, and the settings of the run that has it, if any."""
+    given = Path(path)
+    if not given.is_dir():
+        return path, {}
+    models, names = [given, given / "model", given / ADAPTER], ("config.json", _ADAPTER)
+    folder = next((each for each in models if any((each / n).is_file() for n in names)), None)
+    runs = [each for each in (given, *given.absolute().parents[:2]) if (each / METRICS).is_file()]
+    if folder is None and given not in runs:
+        remedy = "name one; `shardtune export` makes a model of a checkpoint"
+        raise UserError(f"{path}: no model, since it has no config.json, and no run - {remedy}")
+    if folder is None:
+        remedies = [f"ask {given / BEST}"] if (given / BEST).is_dir() else []
+        for checkpoint in sorted(given.glob("checkpoints/checkpoint_*[0-9]"))[-1:]:
+            remedies.append(f"`shardtune export {checkpoint} OUT` and ask OUT")
+        remedy = ", or ".join(remedies or ["wait for it"])
+        raise UserError(f"{path}: the run has no model yet, it writes one at its end - {remedy}")
+    settings: dict[str, Any] = {}
+    for run in runs[:1]:
+        with contextlib.suppress(UserError):
+            settings = {k: value for k, (value, _) in read_written(run / "config.yaml").items()}
+    return str(folder), settings
