@@ -32,6 +32,8 @@ _CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 5 << 28}
 _SOFTMAX_BYTES = 1 << 26  # the logits of a chunk in float32
 _BLOCK_ROWS = 1 << 13  # rows of the head's weight per block
 HEAD_TRIAL_TOKENS = 8
+# What the last stage makes of a batch, such as a sum over its trained tokens.
+Measure = Callable[[PreTrainedModel, Batch], torch.Tensor]
 _TRIED_ROWS = 512  # with fewer rows the compiler splits each row's sum over more kernels
 
 

@@ -9,7 +9,9 @@ import math
 import re
 import time
 from itertools import chain, zip_longest
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -25,12 +27,15 @@ from shardtune.distributed.signals import StopRequest
 from shardtune.log import logger
 from shardtune.metrics_schema import EvalEntry, SampleEntry
 from shardtune.model.fsdp_groups import forward_only
-from shardtune.model.loss import predicted_logits
+from shardtune.model.loss import Measure, predicted_logits
 from shardtune.training.context import TrainContext
 from shardtune.training.garbage_collection import collect_if_due
 from shardtune.training.observers.metrics import read_entries
 from shardtune.training.run import Run
 
+# Each metric sums something over the trained tokens of a batch, in a forward of its own. Its mean
+# goes into the log and into metrics.jsonl. None: the loss that the steps minimise.
+METRICS: dict[str, Measure | None] = {"loss": None}
 _MOST_SHOWN = 300  # characters of a text in the log
 
 
@@ -41,14 +46,14 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
     the evaluation short.
     """
     context.run.world.progress.enter(Phase.EVALUATING, step)
-    sums: dict[str, tuple[float, int]] = {}
+    sums: dict[str, tuple[np.ndarray, int]] = {}
     for name, dataset in context.data.eval.items():
-        nll_sum = _nll_sum(context, dataset, stop)
-        if nll_sum is None:
+        of_set = _sums(context, dataset, stop)
+        if of_set is None:
             return False
-        sums[name] = nll_sum.item(), int(dataset.trained_counts.sum())
-    nll_sums, token_counts = zip(*sums.values(), strict=True)
-    entries = [_entry(step, sum(nll_sums), sum(token_counts))]
+        sums[name] = of_set.cpu().numpy(), int(dataset.trained_counts.sum())
+    of_sets, token_counts = zip(*sums.values(), strict=True)
+    entries = [_entry(step, np.sum(of_sets, 0), sum(token_counts))]
     entries += [_entry(step, *sums[name]) | {"set": name} for name in sums if name]
     label, at_step = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
     for entry in entries:
@@ -56,7 +61,7 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
         what = f"Perplexity of {entry['set']}" if "set" in entry else f"{label} Perplexity"
         logger.info(
             f"{what}: {entry['perplexity']:.4f} | Loss: {entry['loss']:.4f} | "
-            f"Tokens: {entry['tokens']}{at_step}"
+            f"Tokens: {entry['tokens']}{at_step}{_others(entry)}"
         )
     context.metrics.write(*entries)
     if context.run.config.eval.samples:
@@ -66,16 +71,23 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
     return True
 
 
-def _entry(step: int, nll_sum: float, tokens: int) -> EvalEntry:
-    loss = nll_sum / tokens  # nats per token
+def _entry(step: int, sums: np.ndarray, tokens: int) -> EvalEntry:
+    means: Any = dict(zip(METRICS, (sums / tokens).tolist(), strict=True))
+    loss = means.pop("loss")  # nats per token
     perplexity = math.inf if loss >= 709 else math.exp(loss)  # exp overflows a float there
-    return EvalEntry(kind="eval", step=step, loss=loss, perplexity=perplexity, tokens=tokens)
+    entry = EvalEntry(kind="eval", step=step, loss=loss, perplexity=perplexity, tokens=tokens)
+    return entry | means
 
 
-def _nll_sum(
+def _others(entry: EvalEntry) -> str:
+    names = (name for name in METRICS if name != "loss")
+    return "".join(f" | {name.capitalize()}: {dict(entry)[name]:.4f}" for name in names)
+
+
+def _sums(
     context: TrainContext, dataset: TokenDataset, stop: StopRequest | None
 ) -> torch.Tensor | None:
-    """Return the negative log-likelihoods of `dataset`, summed over all ranks: a float64 scalar.
+    """Return each metric over `dataset`, summed over all ranks: float64 [metrics].
 
     Return None on every rank if a rank has received a signal.
     """
@@ -90,11 +102,12 @@ def _nll_sum(
     micro_batches = assign_rows(
         rows, costs, world.data_rank, world.layout.data_ranks, world.layout.micro_batch_size
     )
-    nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(len(METRICS), dtype=torch.float64, device=world.device)
     with forward_only(model):
         for number, sequences in enumerate(micro_batches):
             batch = build_batch(dataset, sequences, context.is_flat, world.share)
-            nll_sum += context.stage.forward(batch.to(world.device))
+            batch = batch.to(world.device)
+            sums += torch.stack([context.stage.forward(batch, m) for m in METRICS.values()])
             collect_if_due()
             # A rank that stopped alone would leave other ranks waiting in a collective: so all ask
             # for signals after the same micro-batch. To ask drains a pipeline: stages ask seldom.
@@ -105,8 +118,8 @@ def _nll_sum(
         context.stage.finish()
     world.progress.meet()
     with world.progress.waiting():
-        dist.all_reduce(nll_sum)
-    return nll_sum
+        dist.all_reduce(sums)
+    return sums
 
 
 def answer_prompts(context: TrainContext, step: int, stop: StopRequest | None = None) -> None:

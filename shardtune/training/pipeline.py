@@ -8,7 +8,7 @@ states travel to the next stage, and their gradients back. A run without stages 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,10 +22,9 @@ from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.model import documents
 from shardtune.model.documents.head_exchange import heads_between
-from shardtune.model.loss import summed_loss
+from shardtune.model.loss import Measure, summed_loss
 from shardtune.training.states.replica_shards import OwnedParameters
 
-Measure = Callable[[PreTrainedModel, Batch], torch.Tensor]
 _MOST_SENT = 2  # hidden states of an evaluation that have not arrived
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from helpers import moe_families
 from helpers.chats import chats, write_jsonl
 from helpers.commands import read_metrics
-from helpers.plain_training import models_on_demand, settings, sharpen
-from helpers.ranks import train_each
+from helpers.plain_training import encode, models_on_demand, settings, sharpen
+from helpers.ranks import on_ranks, run_script, train_each
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import stop_token_ids
 from shardtune.data.prompts import Prompt, choose_prompts
+from shardtune.model.loss import predicted_logits
 from shardtune.report.read_run import read_run
+from shardtune.training import evaluate
 from shardtune.training.evaluate import _in_a_line
 
 TOKENS = 6
@@ -115,3 +118,36 @@ def test_prompts_are_of_each_set_in_turn_and_a_text_is_continued_from_its_half()
         Prompt([0, 1, 2], [3, 4]),
     ]
     assert len(choose_prompts(chosen, 9)) == 3  # nothing of the last one is trained
+
+
+def run_with_accuracy(arguments: list[str]) -> None:
+    """Let evaluations count the tokens that are the likeliest, too: a function and a line."""
+
+    def likeliest(model: Any, batch: Any) -> torch.Tensor:
+        return (predicted_logits(model, batch).argmax(-1) == batch.targets).sum()
+
+    evaluate.METRICS["accuracy"] = likeliest
+    run_script(arguments)
+
+
+def test_an_evaluation_has_each_metric_that_is_named(models, tokenizer, tmp_path):
+    records = chats(12, seed=3)
+    data = write_jsonl(tmp_path / "train.jsonl", records)
+    (tmp_path / "config.yaml").touch()
+    model = models("qwen3_moe")
+    given = settings(model, data, tmp_path / "run", f"data.eval={data}", "train.max_steps=1")
+    arguments = ["--config", "config.yaml", *given, "parallel.stages=2"]
+    arguments += ["train.gradient_accumulation_steps=2"]
+    done = on_ranks(2, run_with_accuracy, arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    baseline = next(entry for entry in map(json.loads, lines) if entry["kind"] == "eval")
+    hits = total = 0
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for ids, trained in (encode(tokenizer, record) for record in records):
+        chosen = whole(torch.tensor([ids])).logits[0, :-1].argmax(-1)
+        counted = torch.tensor(trained[1:])
+        hits += int((chosen == torch.tensor(ids[1:]))[counted].sum())
+        total += int(counted.sum())
+    assert baseline["tokens"] == total and baseline["accuracy"] == pytest.approx(hits / total)
+    assert f" | Accuracy: {hits / total:.4f}\n" in done.stdout
