@@ -52,19 +52,33 @@ def watch(options: argparse.Namespace) -> None:
     """Show the run until Ctrl-C, or once if the output is not a terminal.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, and nobody at a terminal who may wait for it.
     """
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # Ctrl-C ends the view without an error
-    follower = Follower(options.run)
     console = Console()
-    follower.read()
     if not console.is_terminal:
+        follower = Follower(options.run)
+        follower.read()
         console.print(view(follower.run, _gpus()))
         return
     with contextlib.suppress(KeyboardInterrupt):
+        follower = _wait_for_run(options.run, console)
+        follower.read()
         _follow(follower, console)
+
+
+def _wait_for_run(path: Path, console: Console) -> Follower:
+    is_said = False
+    while True:
+        try:
+            return Follower(path)
+        except UserError as error:
+            if not is_said:
+                is_said = True
+                console.print(f"{error}\nWaiting for a run there. Ctrl-C ends this.", markup=False)
+        time.sleep(_EVERY_S)
 
 
 def _follow(follower: Follower, console: Console) -> None:

@@ -132,8 +132,8 @@ def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path):
     assert follower.run.last_step == 2
 
 
-def test_a_terminal_shows_new_steps_until_ctrl_c(tmp_path):
-    folder = write_run(tmp_path / "run", steps=3)
+def test_a_terminal_waits_for_a_run_and_shows_new_steps_until_ctrl_c(tmp_path):
+    folder = tmp_path / "run"
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "shardtune", "watch", str(folder)]
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
@@ -145,6 +145,8 @@ def test_a_terminal_shows_new_steps_until_ctrl_c(tmp_path):
             said += os.read(master, 1 << 16).decode()
         except BlockingIOError:
             time.sleep(0.05)
+        if "Waiting for a run there." in said and not folder.exists():
+            write_run(folder, steps=3)
         if "3 of 6" in said and not is_written:
             is_written = True
             append(folder, {"kind": "step", "step": 4, "loss": 1.0, "seconds": 1.0})
