@@ -17,7 +17,7 @@ import jinja2
 from shardtune.report.charts import AXES, PHASE_NAMES, make_charts
 from shardtune.report.draw import COLOURS, svg, write_png
 from shardtune.report.read_run import Entry, RunRecord
-from shardtune.report.summary import NOT_WRITTEN, card, figures, no_step, when
+from shardtune.report.summary import NOT_WRITTEN, OF_CONFIG, card, figures, no_step, when
 from shardtune.run_files import METRICS
 
 # The anchor and the heading of each table that has rows.
@@ -106,7 +106,12 @@ def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
 def _overview(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return a row for each figure that sums up a run, and a column for each run."""
     columns = [figures(run) for run in runs]
-    return [_row(name, [column[name] for column in columns]) for name in columns[0]]
+    rows = [_row(name, [column[name] for column in columns]) for name in columns[0]]
+    return [row | {"differs": row["name"] in OF_CONFIG and _differ(row["values"])} for row in rows]
+
+
+def _differ(values: Sequence[str]) -> bool:
+    return len(set(values)) > 1
 
 
 def _prefix(run: RunRecord, is_one_of_many: bool) -> str:
@@ -184,13 +189,13 @@ def _data_lines(run: RunRecord, is_one_of_many: bool) -> list[str]:
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a row for each key: its value and origin in each run."""
+    """Return a row for each key: its value and origin in each run. Keys that differ come first."""
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         pairs = [run.settings.get(key, (_missing(run), "")) for run in runs]
         shown = [f"{value} ({origin})" if origin else value for value, origin in pairs]
-        rows.append(_row(key, shown, differs=len({value for value, _ in pairs}) > 1))
-    return rows
+        rows.append(_row(key, shown, differs=_differ([value for value, _ in pairs])))
+    return sorted(rows, key=lambda row: not row["differs"])
 
 
 def _missing(run: RunRecord) -> str:

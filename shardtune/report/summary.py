@@ -16,7 +16,7 @@ from shardtune.units import gb
 _RANKS = {"cuda": "GPU", "cpu": "CPU process"}
 _EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # values without evaluation data
 NO_MFU = "MFU (the peak of this device is not known)"
-_OF_CONFIG = ("model", "data", "batch")  # figures that config.yaml gives
+OF_CONFIG = ("model", "data", "batch")  # figures that config.yaml gives
 NOT_WRITTEN = "(not written by its version)"
 
 
@@ -46,7 +46,7 @@ def figures(run: RunRecord) -> dict[str, str]:
     if run.entries:
         return shown
     reason = f"({ENDED_EARLY if run.is_locked is False else LOADS})"
-    return dict.fromkeys(shown, reason) | {name: shown[name] for name in _OF_CONFIG if setting}
+    return dict.fromkeys(shown, reason) | {name: shown[name] for name in OF_CONFIG if setting}
 
 
 def no_step(run: RunRecord) -> str:

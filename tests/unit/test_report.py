@@ -177,7 +177,10 @@ def test_two_runs_share_their_axes(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "The models differ, so losses" in said and "a: a/model; b: b/model" in said
     page = out.read_text(encoding="utf-8")
-    assert "a against b" in page and 'class="differs"><td>model.path' in page
+    assert "a against b" in page
+    overview, _, settings = page.partition('<section id="configuration">')
+    assert re.findall('class="differs"><td>(.+?)<', overview) == ["model"]
+    assert re.search("<tr.*><td>(.+?)<", settings)[0] == '<tr class="differs"><td>model.path<'
     (loss, *_) = make_charts([read_run(a), read_run(b)])
     assert [curve.label for curve in loss.curves] == ["a", "b"]
     assert loss.curves[1].x["tokens"][-1] == sum(1000 + n % 7 for n in range(1, 31))
