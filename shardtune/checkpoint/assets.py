@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
+from huggingface_hub import metadata_load
 
 from shardtune.model.source.config_json import QUANTIZATION
 from shardtune.model.source.files import FILES_BESIDE_WEIGHTS, model_folder
@@ -13,6 +17,7 @@ from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.weight_files import list_tensors
 
 SOURCE = "source_tensors.json"  # in checkpoints only
+LICENSE_KEYS = ("license", "license_name", "license_link")  # in the front matter of a model's card
 # How configurations announce layers of multi-token prediction, which transformers does not train.
 _ANNOUNCING = (
     "num_nextn_predict_layers",
@@ -66,7 +71,20 @@ def list_source(path: str) -> dict[str, Any]:
     folder = model_folder(path)
     assert folder, path  # its config.json was read
     absolute = str(folder.absolute()) if Path(path).is_dir() else path
-    return {"path": absolute, "tensors": list_tensors(folder)}
+    return {"path": absolute, "tensors": list_tensors(folder), "license": _license_in(folder)}
+
+
+def _license_in(folder: Path) -> dict[str, Any]:
+    """Return the licence that a model's card names, else the first line of its LICENSE, or {}."""
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        front = metadata_load(folder / "README.md") or {}
+        known = {key: f"{front[key]}" for key in LICENSE_KEYS if front.get(key)}
+    for file in sorted(folder.glob("LICENSE*")) if not known else ():
+        with contextlib.suppress(OSError, ValueError):
+            lines = file.read_text(encoding="utf-8").split("\n")
+            known = {file.name: next((line.strip() for line in lines if line.strip()), file.name)}
+    return known
 
 
 def with_dtype(config_json: bytes, dtype: str) -> bytes:

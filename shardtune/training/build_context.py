@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,10 @@ def build_train_context(
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     metrics = open_metrics(run)
-    best = open_best(run, model, optimizer, whole, assets, metrics) if data.eval else None
+    run_state = state_of_run(run, model_config, assets, data, policy)
+    best = None
+    if data.eval:
+        best = open_best(run, model, optimizer, whole, assets, run_state, metrics)
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
@@ -107,7 +110,7 @@ def build_train_context(
         ],
         saver=saver,
         best=best,
-        run_state=state_of_run(run, model_config, assets, data, policy),
+        run_state=run_state,
     )
 
 
@@ -189,12 +192,13 @@ def open_best(
     optimizer: torch.optim.Optimizer,
     whole: PreTrainedModel,
     assets: Mapping[str, bytes],
+    run_state: Mapping[str, Any],
     metrics: Metrics,
 ) -> Best | None:
     """Return the keeper of the best model where `eval.keep_best` asks for one."""
     if not run.config.eval.keep_best:
         return None
-    best = Best(run.directory, run.config, model, optimizer, whole, assets, run.world)
+    best = Best(run.directory, run.config, model, optimizer, whole, assets, run_state, run.world)
     if run.resumed and (kept := best.resume(run.resumed)):
         metrics.write(kept)  # in place of the line that the resume has dropped
     return best

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from shardtune.checkpoint import Checkpoint, agree_on_checkpoint, resume_rules
@@ -78,7 +81,14 @@ def state_of_run(
 ) -> dict[str, Any]:
     """Return the state that each checkpoint of the run holds beside its tensors and position."""
     frozen = json.loads(assets.get(SOURCE, b"{}")).get("weights")
+    names = [source.label for source in run.config.data.train_sources.values()]
+    counted = (data.train.begins_record, data.train.trained_counts)
+    records, tokens = (np.bincount(data.train.source, each, len(names)) for each in counted)
     return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "sources": [
+            [name, int(r), int(t)] for name, r, t in zip(names, records, tokens, strict=True)
+        ],
         "date": run.date.isoformat(),
         "data": data.key,
         "config": to_dict(run.config),

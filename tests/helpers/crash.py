@@ -24,6 +24,7 @@ import torch.distributed as dist
 from helpers.faults import Call, DiskOs
 from helpers.ranks import world_of
 from helpers.thread_ranks import (
+    CONFIG,
     Tiny,
     TinyConfig,
     on_threads,
@@ -335,7 +336,7 @@ class Judge:
         )
         checkpoint = replace(checkpoint, holders={name: [0] for name in checkpoint.files})
         saved = self.recording.saved[step]
-        assert checkpoint.state == {"step": step, "config": {}}, checkpoint.state
+        assert checkpoint.state == {"step": step, "config": CONFIG}, checkpoint.state
         assert set(checkpoint.manifest["tensors"]) == set(saved), list(
             checkpoint.manifest["tensors"]
         )

@@ -31,6 +31,9 @@ State = dict[str, torch.Tensor]
 ASSET_FILES = {"config.json": b"{}\n", "tokenizer.json": b"{1}\n"}
 
 
+CONFIG = {"model": {"path": "source"}, "run": {"dir": "runs/threads"}}
+
+
 class TinyConfig(PreTrainedConfig):
     model_type = "tiny"
 
@@ -86,7 +89,7 @@ class Run:
     def save(self, step: int) -> None:
         """Save weights that are all `step`."""
         self.weight.data.fill_(step)
-        state = {"step": step, "config": {}}
+        state = {"step": step, "config": CONFIG}
         on_threads(self.worlds, lambda world: self.savers[world.rank].save(state))
 
     def finish(self) -> None:
@@ -137,7 +140,7 @@ def save_steps(
         metrics = [Metrics(path, world, resumed) for world in worlds]
         for each in metrics:
             each.write({"kind": "step", "step": step})
-        state = {"step": step, "config": {}}
+        state = {"step": step, "config": CONFIG}
         on_threads(
             worlds,
             lambda world, state=state, metrics=metrics: savers[world.rank].save(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
-from helpers.commands import finish
+from helpers.commands import finish, read_metrics
 from helpers.ranks import on_ranks, run_script, train
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 from safetensors.torch import load_file
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export import model_files, write
+from shardtune.checkpoint.export.listing import read_listing
 
 Runs = Callable[[str, int], Path]
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
@@ -97,9 +98,25 @@ def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(folder, 
     (source / "tokenizer_notes.txt").symlink_to(folder / "secret")
     (source / "vocab.txt").symlink_to(source / "tokenizer.json")
     out = folder / "runs/config/model"
+    (source / "README.md").write_text("---\nlicense: mit\n---\nOf other weights", encoding="utf-8")
     given = [f"model.path={source}", "export.final=true", "data.chat_template=own.jinja"]
+    given += ["data.eval=train.jsonl", "eval.keep_best=true"]
     done = train(1, *STILL, *given, cwd=folder)
     assert done.returncode == 0, done.stderr
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: mit\n") and "Of other weights" not in card
+    _, evaluated = read_metrics(out.parent, "eval")
+    for row in (
+        "Data | train: 6 records, ",
+        f"Held-out perplexity after | {evaluated['perplexity']:.4f} |",
+        f"model.path={source} export.final=true data.chat_template=own.jinja",
+    ):
+        assert row in card
+    assert (out.parent / "best/README.md").read_text(encoding="utf-8") == card
+    assert "README.md" in read_listing(out)["files"]
+    (checkpoint_dir,) = (out.parent / "checkpoints").iterdir()
+    again = exported(checkpoint_dir, folder / "again")
+    assert (again / "README.md").read_text(encoding="utf-8") == card
     assert (out / "chat_template.jinja").read_bytes() == (folder / "own.jinja").read_bytes()
     assert f"{source}/tokenizer_notes.txt leads out of its folder" in done.stdout + done.stderr
     assert (out / "vocab.txt").is_file() and not (out / "tokenizer_notes.txt").exists()

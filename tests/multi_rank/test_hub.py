@@ -13,6 +13,7 @@ import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.ranks import on_nodes, on_ranks, run_script
 from helpers.tiny_models import small_opt
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 HOST = socket.gethostname()
@@ -81,6 +82,9 @@ def test_nodes_must_have_the_same_revision_and_its_weights(
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
         last = done.stderr.splitlines()[-1]
         assert re.match(f"ERROR: {message.format(*names)}", last), last
+    elif not options:
+        card = ModelCard.load(nodes[0] / "runs/config/model/README.md")
+        assert card.data.base_model == "acme/tiny" and card.data.library_name == "transformers"
 
 
 def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(models, tmp_path):

@@ -21,6 +21,7 @@ from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.adapter import Adapter
 from shardtune.checkpoint.export.listing import read_listing
 from shardtune.checkpoint.export.model_files import Export, WholeModel
+from shardtune.checkpoint.export.readme import readme
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.checkpoint.run_dir import BEST, RunDir
 from shardtune.checkpoint.train_state import masters_by_name, model_kinds, model_state
@@ -32,6 +33,7 @@ from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.metrics_schema import BestEntry, EvalEntry
 from shardtune.model.source.files import model_folder
+from shardtune.run_files import METRICS
 from shardtune.units import gb
 
 _RESULT = ("step", "loss", "perplexity")
@@ -51,12 +53,20 @@ class Best:
         optimizer: torch.optim.Optimizer,
         whole: PreTrainedModel,
         assets: Mapping[str, bytes],
+        run_state: Mapping[str, Any],
         world: World,
     ) -> None:
-        """`whole`: the model of all stages, on meta."""
+        """`whole`: the model of all stages, on meta. `run_state`: as in a checkpoint."""
         self._out, self._world = run_dir.path / BEST, world
         self._is_leader = run_dir.is_leader(world)
         self._tensors = partial(model_state, model, masters_by_name(optimizer))
+        self._readme = partial(
+            readme,
+            run_state,
+            assets,
+            run_dir.path / METRICS,
+            is_adapter=config.lora.rank is not None,
+        )
         source = model_folder(config.model.path)
         self._kinds, tied = model_kinds(whole), whole.all_tied_weights_keys
         self._export: Export
@@ -157,7 +167,8 @@ class Best:
             try:
                 folder = durable_fs.make_unfinished(self._out)
                 entries = self._export.write_files(folder, lambda _: gather(next(names)))
-                self._export.write_rest(folder, entries, result)
+                card = self._readme(step=result["step"])
+                self._export.write_rest(folder, entries, result, card)
                 durable_fs.replace(self._out)
             except (OSError, RunFailed) as error:
                 size, part = self._export.bytes, durable_fs.unfinished(self._out)

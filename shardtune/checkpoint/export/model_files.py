@@ -96,16 +96,21 @@ class Export(ABC):
             entries[file_name] = written.entry
         return entries
 
-    def write_rest(self, out: Path, entries: Entries, about: Mapping[str, Any]) -> None:
+    def write_rest(
+        self, out: Path, entries: Entries, about: Mapping[str, Any], readme: str = ""
+    ) -> None:
         """Write everything but the weights, once all weights are written, and check those.
 
-        `about` says in export.json where the weights are from.
+        `about` says in export.json where the weights are from, `readme` says it to people.
 
         Raises:
             RunFailed: the files do not hold the tensors that they should.
         """
         self._require_whole(out)
-        files, entries = dict(self._assets), dict(entries)
+        files, entries = (
+            self._assets | ({"README.md": readme.encode()} if readme else {}),
+            dict(entries),
+        )
         if len(self._files) > 1:
             places = {
                 name: file_name

@@ -22,6 +22,7 @@ from shardtune.checkpoint.export.adapter import (
 )
 from shardtune.checkpoint.export.listing import Entries
 from shardtune.checkpoint.export.model_files import Export, Kind, WholeModel
+from shardtune.checkpoint.export.readme import readme
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
     ASSETS,
@@ -39,6 +40,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, Aborted, RunFailed, UserError, first_line
 from shardtune.log import logger
 from shardtune.model.source.files import model_folder
+from shardtune.run_files import METRICS
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:
@@ -71,6 +73,13 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"checkpoint": name, "step": checkpoint.step}
 
 
+def _readme(
+    export: Export, checkpoint: Checkpoint, assets: Mapping[str, bytes], run_dir: Path
+) -> str:
+    is_adapter = isinstance(export, Adapter)
+    return readme(checkpoint.state, assets, run_dir / METRICS, checkpoint.step, is_adapter)
+
+
 def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
@@ -101,12 +110,14 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
                 raise UserError(f"{changed} - {remedy}")
         if not problem:
             exports["."] = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
+        here = checkpoint.directories[0].absolute()
         with new_folder(out) as folder:
             for name, export in exports.items():
                 if name != ".":
                     durable_fs.make_directory(folder / name)
                 entries = export.write_files(folder / name, partial(read_tensor, checkpoint))
-                export.write_rest(folder / name, entries, _about(checkpoint))
+                card = _readme(export, checkpoint, assets, here.parents[1])
+                export.write_rest(folder / name, entries, _about(checkpoint), card)
         for export in exports.values():
             if export.remark:
                 print(export.remark)
@@ -145,7 +156,7 @@ def write_final_model(
     problem = ""
     if lora := _lora(last):
         adapter = Adapter(_stored(last), lora, assets)
-        _write(adapter, last, run_dir.path / ADAPTER, run_dir, world)
+        _write(adapter, last, ADAPTER, assets, run_dir, world)
         if not config.export.merge:
             return
         # Whether one rank writes or all do, every rank must have the same answer here.
@@ -157,14 +168,23 @@ def write_final_model(
         return
     source = model_folder(config.model.path)
     export = checkpoint_export(last, config.export.dtype, assets, source)
-    _write(export, last, run_dir.path / "model", run_dir, world)
+    _write(export, last, "model", assets, run_dir, world)
 
 
-def _write(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
+def _write(
+    export: Export,
+    last: Checkpoint,
+    name: str,
+    assets: Mapping[str, bytes],
+    run_dir: RunDir,
+    world: World,
+) -> None:
+    out = run_dir.path / name
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
         return
     try:
-        _write_new(export, last, out, run_dir, world)
+        card = _readme(export, last, assets, run_dir.path) if world.is_main else ""
+        _write_new(export, last, out, card, run_dir, world)
     except OSError as error:
         part = durable_fs.unfinished(out)
         if not (missing := durable_fs.missing_room(error, "it", export.bytes, part)):
@@ -177,7 +197,9 @@ def _write(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: 
     logger.info(f"Saved the final {out.name} in {out}")
 
 
-def _write_new(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
+def _write_new(
+    export: Export, last: Checkpoint, out: Path, card: str, run_dir: RunDir, world: World
+) -> None:
     hidden = contextlib.nullcontext(durable_fs.unfinished(out))
     with new_folder(out) if world.is_main else hidden as folder:
         world.all_gather_json("created")
@@ -188,7 +210,7 @@ def _write_new(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, wor
             entries = _write_on_rank0(export, last, folder, run_dir, world)
         all_entries = dict(ChainMap(*world.all_gather_json(entries)))
         if world.is_main:
-            export.write_rest(folder, all_entries, _about(last))
+            export.write_rest(folder, all_entries, _about(last), card)
 
 
 def _write_on_rank0(

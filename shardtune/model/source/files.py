@@ -115,7 +115,7 @@ def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]
         "connect to the hub, or copy them into this node's cache",
     ):
         commit = Path(str(cached_file(path, "config.json"))).parent.name
-        small = [*FILES_BESIDE_WEIGHTS, INDEX]
+        small = [*FILES_BESIDE_WEIGHTS, INDEX, "README.md", "LICENSE*"]
         folder = Path(snapshot_download(path, revision=commit, allow_patterns=small))
         if model.init == "random":
             return commit
