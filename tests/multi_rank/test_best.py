@@ -237,11 +237,11 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_whichever_disk_is_node_0s
 
 
 def stop_in_evaluation(arguments: list[str]) -> None:
-    nll_sum = evaluate._nll_sum
+    sums = evaluate._sums
 
     def stopped(*rest: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return nll_sum(*rest)
+        return sums(*rest)
 
-    evaluate._nll_sum = stopped
+    evaluate._sums = stopped
     run_script(arguments)

@@ -1,12 +1,13 @@
-"""Dockerfile and examples/kubernetes.yaml, as far as no container engine is needed."""
+"""Dockerfile, kubernetes.yaml and skypilot.yaml, as far as no container engine is needed."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 
 import kubernetes_validate
 import yaml
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed, finish
 from helpers.image import image_files, instructions
 
 from shardtune.cluster.environment import DEFAULTS
@@ -53,6 +54,60 @@ def test_a_refusal_fails_the_job_and_a_stop_after_a_save_does_not_count():
     }
     assert actions == {2: "FailJob", 75: "Ignore"}
     assert POD["restartPolicy"] == "Never" and POD["terminationGracePeriodSeconds"] > 600
+
+
+# SkyPilot 0.14.1 has these fields (sky/utils/schemas.py) and variables (sky/skylet/constants.py).
+TASK_FIELDS = {
+    *("name", "workdir", "num_nodes", "resources", "file_mounts", "service", "pool", "setup"),
+    *("run", "envs", "secrets", "managed_secrets", "inputs", "outputs", "config", "volumes"),
+    *("volume_mounts", "api_server_access", "event_callback"),
+}
+RESOURCES_FIELDS = {
+    *("accelerators", "accelerator_args", "autostop", "cpus", "disk_size", "disk_tier"),
+    *("ephemeral_storage", "image_id", "infra", "instance_type", "job_recovery", "labels"),
+    *("local_disk", "max_hourly_cost", "memory", "network_tier", "ports", "priority"),
+    *("priority_class", "use_spot", "volumes", "any_of", "ordered"),
+}
+OF_A_NODE = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+}
+TASK = yaml.safe_load((REPOSITORY / "examples/skypilot.yaml").read_text("utf-8"))
+
+
+def test_skypilot_knows_every_field():
+    assert TASK.keys() <= TASK_FIELDS and TASK["resources"].keys() <= RESOURCES_FIELDS
+    recovery = TASK["resources"]["job_recovery"]
+    assert recovery.keys() <= {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
+    assert recovery["recover_on_exit_codes"] == [75]  # not 2, which the same command gives again
+    assert {*re.findall(r"SKYPILOT_\w+", TASK["run"])} == OF_A_NODE.keys()
+    values = {*TASK["envs"].values(), *TASK["volumes"].values()}
+    assert all(isinstance(value, str) for value in values)
+    assert f"--config {min(TASK['volumes'])}/" in TASK["run"]
+    assert f"run.dir={min(TASK['volumes'])}/" in TASK["run"]
+
+
+def test_skypilots_variables_become_those_of_the_launch_script(tmp_path):
+    """Beside a Python of SkyPilot's own, which the launch script must not take."""
+    script = tmp_path / "launch_node0.sh"
+    script.write_text("#!/bin/sh\nenv; echo ARGUMENTS=$*\n")
+    script.chmod(0o755)
+    given = OF_A_NODE | {"PATH": "/usr/bin:/bin", "CONDA_PREFIX": "/skypilot"} | TASK["envs"]
+    given["JOIN_SECRET"] = "x"  # its value is given to the command
+    assert TASK["secrets"] == {"JOIN_SECRET": None}
+    home = dict(instructions())["WORKDIR"]
+    assert f"cd {home} " in TASK["run"]
+    command = TASK["run"].replace(home, str(tmp_path))
+    said = finish(completed(["bash", "-c", command], env=given))
+    seen = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    expected = {"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1", "NNODES": "2", "GPUS_PER_NODE": "8"}
+    assert seen.items() >= expected.items() and "CONDA_PREFIX" not in seen
+    named = {*DEFAULTS, "JOIN_TIMEOUT", "JOIN_SECRET"}
+    assert {*TASK["envs"], *TASK["secrets"], *expected} <= named
+    assert TASK["num_nodes"] == 2 and TASK["resources"]["accelerators"].endswith(":8")
+    assert seen["ARGUMENTS"].startswith("--config ")
 
 
 def test_the_image_has_a_python_that_ci_tests_and_the_pinned_requirements():
