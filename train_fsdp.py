@@ -61,6 +61,7 @@ def main() -> None:
     data = read_data(run, model_config)
     schedule = make_schedule(run, data)
     pending_evaluation = find_pending_evaluation(run, data, schedule)
+    context: TrainContext | None = None
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
         last_checkpoint = run.resumed
         clear_leftovers(run.directory, run.resumed, world)
@@ -75,6 +76,7 @@ def main() -> None:
         )
         with (
             context.metrics,  # closes its files and trackers
+            context.command,  # waits for export.command, or ends it
             collected_by_micro_batch(),  # all ranks collect garbage at the same places
             step_fits(world.layout),  # says which keys to change where memory runs out
             plan.compared(context.metrics),  # writes predicted and measured memory and time
@@ -84,7 +86,10 @@ def main() -> None:
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
-    write_final_model(last_checkpoint, config, assets, run.directory, world)
+    model = write_final_model(last_checkpoint, config, assets, run.directory, world)
+    if model and context and world.is_main:
+        with context.command:
+            context.command.start(model, last_checkpoint.step)
 
 
 def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:

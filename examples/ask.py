@@ -1,6 +1,7 @@
 """Score the demo: held-out questions before and after, and a count of exact short answers.
 
 python examples/ask.py --before MODEL_DIR --run RUN_DIR --questions FILE.jsonl [--short FILE.jsonl]
+python examples/ask.py --score MODEL_DIR --short FILE.jsonl     # as export.command does
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Ask a model held-out questions before and after fine-tuning."
     )
-    parser.add_argument(
-        "--before", type=Path, required=True, help="directory of the model that was fine-tuned"
-    )
-    parser.add_argument(
-        "--run", type=Path, required=True, help="the run's directory, which holds model/"
-    )
-    parser.add_argument(
-        "--questions", type=Path, required=True, help="chats, one JSON object a line"
-    )
+    parser.add_argument("--before", type=Path, help="directory of the model that was fine-tuned")
+    parser.add_argument("--run", type=Path, help="the run's directory, which holds model/")
+    parser.add_argument("--questions", type=Path, help="chats, one JSON object a line")
+    parser.add_argument("--score", type=Path, help="a model whose matches are counted as JSON")
     parser.add_argument("--number", type=int, default=0, help="which question, from 0")
     parser.add_argument(
         "--short", type=Path, help="chats with short answers, whose exact matches are counted"
     )
     arguments = parser.parse_args()
+    if arguments.score:
+        short = read_chats(arguments.short)
+        count = exact_matches(Model(str(arguments.score), torch.float32, {}), short)
+        print(json.dumps({"exact_matches": count, "questions": len(short)}))
+        return
+    if not (arguments.before and arguments.run and arguments.questions):
+        parser.error("name --before, --run and --questions, or --score and --short")
     chat = read_chats(arguments.questions)[arguments.number]
     short = read_chats(arguments.short) if arguments.short else []
     config = yaml.safe_load((arguments.run / "config.yaml").read_text(encoding="utf-8"))

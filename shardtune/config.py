@@ -354,6 +354,15 @@ class ExportConfig(Section, json_schema_extra=MAY_CHANGE):
     """Dtype of the written model. `source`: as `model.path` (bfloat16 where quantised)."""
     merge: bool = True
     """With LoRA: write `model/`, with the adapters merged, beside `adapter/`."""
+    every_steps: CountOrZero = 0
+    """Write `models/step_0000500/` every so many steps, and after the last. 0: never."""
+    keep: Count = 2
+    """Models of steps to keep."""
+    command: Text | None = None
+    """A shell command that node 0 runs beside the training for each of these models and for
+    `model/`: `SHARDTUNE_MODEL` and `SHARDTUNE_STEP` name it. A JSON object of numbers in its last
+    line is kept as the model's score.
+    """
 
 
 class LoggingConfig(Section, json_schema_extra=MAY_CHANGE):

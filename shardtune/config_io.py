@@ -183,9 +183,13 @@ def remarks(config: Config) -> list[str]:
         "eval.keep_best": not has_eval_data and "no evaluation data is given",
         "eval.samples": not has_eval_data and "no evaluation data is given",
         "eval.sample_tokens": not config.eval.samples and "eval.samples is 0",
-        "export.dtype": not config.export.final
-        and not config.eval.keep_best
+        "export.dtype": not (
+            config.export.final or config.eval.keep_best or config.export.every_steps
+        )
         and "export.final is false",
+        "export.keep": not config.export.every_steps and "export.every_steps is 0",
+        "export.command": not (config.export.final or config.export.every_steps)
+        and "no model is written",
     }
     values = _flat(to_dict(config))
     return [

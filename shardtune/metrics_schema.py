@@ -91,6 +91,21 @@ class SampleEntry(_Entry):
 
 
 @_described
+class ScoreEntry(_Entry):
+    """With `export.command`: the numbers in the last line of the command."""
+
+    kind: Literal["score"]
+    step: Count
+    """The step of the model."""
+    model: str
+    """Its folder within run.dir."""
+    scores: dict[str, Number]
+    """Each number by its name."""
+    seconds: Number
+    """How long the command took."""
+
+
+@_described
 class BestEntry(_Entry):
     """With `eval.keep_best`: the evaluation with the lowest loss so far, whose model is kept."""
 
@@ -275,6 +290,7 @@ Entry = (
     | StepEntry
     | EvalEntry
     | SampleEntry
+    | ScoreEntry
     | BestEntry
     | SaveEntry
     | RefusedEntry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -74,6 +75,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         _phases(runs),
         _slowest(runs),
         _saves(runs),
+        *_scores(runs),
         *_experts(runs),
     ]
     for chart in charts:
@@ -179,6 +181,21 @@ def _perplexity(runs: Sequence[RunRecord]) -> Chart:
     shown = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in curves])
     is_wide = len(shown) > 0 and shown.max() >= 100 * shown.min()
     return Chart("perplexity", "Evaluation perplexity", "perplexity", note, curves, is_wide)
+
+
+def _scores(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield a chart for each number that `export.command` has printed."""
+    entries = [run.of_kind("score") for run in runs]
+    for name in dict.fromkeys(name for of_run in entries for e in of_run for name in e["scores"]):
+        curves = []
+        for number, (run, of_run) in enumerate(zip(runs, entries, strict=True)):
+            scored = sorted((e for e in of_run if name in e["scores"]), key=lambda e: e["step"])
+            y = np.array([e["scores"][name] for e in scored], float)
+            x = run.positions(np.array([e["step"] for e in scored], float))
+            curves.append(Curve(_label(run, runs, ""), x, y, number, has_markers=True))
+        slug = re.sub(r"\W+", "-", name)
+        note = "Printed by export.command for the models of steps, and for the final one."
+        yield Chart(f"score-{slug}", f"Score: {name}", name, note, curves)
 
 
 def _memory(runs: Sequence[RunRecord]) -> Chart:

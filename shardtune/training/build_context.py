@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel, set_seed
 from shardtune import checkpoint
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.best import Best
+from shardtune.checkpoint.export.live import LiveModel
+from shardtune.checkpoint.export.step_models import StepModels
 from shardtune.config import Config
 from shardtune.config_io import write_config
 from shardtune.data.dataset import PreparedData
@@ -32,10 +34,12 @@ from shardtune.run_files import METRICS
 from shardtune.training import optim
 from shardtune.training.context import Prediction, TrainContext
 from shardtune.training.observers.expert_balance import ExpertBalance
+from shardtune.training.observers.export_command import ExportCommand
 from shardtune.training.observers.loss_spikes import LossSpikes
 from shardtune.training.observers.metrics import Metrics, read_entries
 from shardtune.training.observers.profiler import StepProfiler
 from shardtune.training.observers.sinks import open_sinks
+from shardtune.training.observers.step_export import StepExport
 from shardtune.training.observers.step_log import StepLog
 from shardtune.training.observers.stragglers import Stragglers
 from shardtune.training.out_of_memory import step_fits, weights_fit
@@ -79,10 +83,13 @@ def build_train_context(
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     metrics = open_metrics(run)
     run_state = state_of_run(run, model_config, assets, data, policy)
-    best = None
-    if data.eval:
-        best = open_best(run, model, optimizer, whole, assets, run_state, metrics)
     timeout_s = config.distributed.save_timeout_s
+    command = ExportCommand(config.export.command, run.directory.path, timeout_s, metrics)
+    live = None
+    if config.export.every_steps or (config.eval.keep_best and data.eval):
+        of_model = model, optimizer, whole, assets, run_state
+        live = LiveModel(run.directory, config, *of_model, world)
+    best = open_best(run, live, metrics) if data.eval and live else None
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
     )
@@ -107,9 +114,11 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
+            open_step_export(run, live, command, schedule),
         ],
         saver=saver,
         best=best,
+        command=command,
         run_state=run_state,
     )
 
@@ -186,22 +195,25 @@ def take_over_metrics(run: Run) -> None:
         durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
 
 
-def open_best(
-    run: Run,
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    whole: PreTrainedModel,
-    assets: Mapping[str, bytes],
-    run_state: Mapping[str, Any],
-    metrics: Metrics,
-) -> Best | None:
+def open_best(run: Run, live: LiveModel, metrics: Metrics) -> Best | None:
     """Return the keeper of the best model where `eval.keep_best` asks for one."""
     if not run.config.eval.keep_best:
         return None
-    best = Best(run.directory, run.config, model, optimizer, whole, assets, run_state, run.world)
+    best = Best(run.directory, live, run.world)
     if run.resumed and (kept := best.resume(run.resumed)):
         metrics.write(kept)  # in place of the line that the resume has dropped
     return best
+
+
+def open_step_export(
+    run: Run, live: LiveModel | None, command: ExportCommand, schedule: Schedule
+) -> StepExport:
+    """Return the observer that writes the models of steps, and asks after the command."""
+    export, models = run.config.export, None
+    if live and export.every_steps:
+        in_use = command.models_in_use
+        models = StepModels(run.directory, live, export.keep, in_use, run.world)
+    return StepExport(models, command, schedule, export.every_steps)
 
 
 def prepare_forward(

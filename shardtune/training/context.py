@@ -11,6 +11,7 @@ from shardtune.checkpoint.export.best import Best
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Schedule
 from shardtune.training.observers.expert_balance import ExpertBalance
+from shardtune.training.observers.export_command import ExportCommand
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepObserver
 from shardtune.training.pipeline import Stage
@@ -57,4 +58,5 @@ class TrainContext:
     observers: Sequence[StepObserver]
     saver: Saver
     best: Best | None  # with eval.keep_best
+    command: ExportCommand
     run_state: dict[str, Any]  # goes into each checkpoint, beside the position in the data

@@ -71,6 +71,15 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
     assert str(tmp_path / "run/metrics.jsonl") in said
 
 
+def test_a_model_is_scored_in_a_line_of_json(models, tmp_path, capsys, monkeypatch):
+    short = write_jsonl(tmp_path / "s.jsonl", [{"messages": MESSAGES}] * 2)
+    given = ["ask.py", "--score", str(models["llama"]), "--short", str(short)]
+    monkeypatch.setattr(sys, "argv", given)
+    runpy.run_path(str(REPOSITORY / "examples/ask.py"), run_name="__main__")
+    *_, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == {"exact_matches": 0, "questions": 2}
+
+
 @pytest.fixture(scope="module")
 def scoring() -> dict[str, Any]:
     return runpy.run_path(str(REPOSITORY / "examples/ask.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import random
 import re
@@ -242,3 +243,20 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
     assert sum(phases.values()) == pytest.approx(100)
     assert charts["memory"].levels == {"the plan": 70.0}
     assert network_share(read_run(folder)) == pytest.approx(0.89 / 2)
+
+
+def test_samples_and_scores_are_shown(tmp_path, capsys):
+    asked = {"prompt": "<b>which rank ?</b>", "answer": "node 1", "reference": "node 0"}
+    entries = [{"kind": "sample", "step": step, **asked} for step in (10, 20)]
+    entries += [
+        {"kind": "score", "step": step, "model": "m", "seconds": 1.0, "scores": {"exact match": n}}
+        for step, n in ((10, 3), (20, 8))
+    ]
+    folder = write_run(tmp_path)
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in entries)
+    assert run(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("&lt;b&gt;which rank ?&lt;/b&gt;") == 1, "those of the last step"
+    assert "Score: exact match" in page
+    assert (folder / "report_figures/score-exact-match.png").exists()

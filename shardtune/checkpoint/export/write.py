@@ -138,8 +138,10 @@ def write_final_model(
     assets: Mapping[str, bytes],
     run_dir: RunDir,
     world: World,
-) -> None:
+) -> Path | None:
     """Write `model/` of the run unless it is there; move an earlier one aside. Collective.
+
+    Return its folder if it is new, or with `export.merge=false` that of the adapter.
 
     Adapters are written to `adapter/`, and merged to `model/` where every node can do so.
 
@@ -151,24 +153,24 @@ def write_final_model(
         OSError, DamagedCheckpoint: on the rank that cannot write or read.
     """
     if not config.export.final:
-        return
+        return None
     world.progress.enter(Phase.EXPORTING, last.step)
-    problem = ""
+    problem, written = "", None
     if lora := _lora(last):
         adapter = Adapter(_stored(last), lora, assets)
-        _write(adapter, last, ADAPTER, assets, run_dir, world)
+        written = _write(adapter, last, ADAPTER, assets, run_dir, world)
         if not config.export.merge:
-            return
+            return written
         # Whether one rank writes or all do, every rank must have the same answer here.
         problem = world.on_local_rank0(lambda: why_not_merged(assets) or why_other_weights(assets))
         reports = world.all_gather_json([problem, world.node_name])
         problem = next((f"{problem} ({node})" for problem, node in reports if problem), "")
     if problem:
         logger.info(f"Merged model left out: {problem}")
-        return
+        return written
     source = model_folder(config.model.path)
     export = checkpoint_export(last, config.export.dtype, assets, source)
-    _write(export, last, "model", assets, run_dir, world)
+    return _write(export, last, "model", assets, run_dir, world)
 
 
 def _write(
@@ -178,10 +180,11 @@ def _write(
     assets: Mapping[str, bytes],
     run_dir: RunDir,
     world: World,
-) -> None:
+) -> Path | None:
+    """Write a model unless it is there; return its folder if it is new."""
     out = run_dir.path / name
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
-        return
+        return None
     try:
         card = _readme(export, last, assets, run_dir.path) if world.is_main else ""
         _write_new(export, last, out, card, run_dir, world)
@@ -195,6 +198,7 @@ def _write(
     if export.remark:
         logger.info(export.remark)
     logger.info(f"Saved the final {out.name} in {out}")
+    return out
 
 
 def _write_new(

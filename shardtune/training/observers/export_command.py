@@ -1,0 +1,173 @@
+"""`export.command`: a shell command of the user's that node 0 runs beside the training.
+
+It gets a written model, and its last line may be a score. Commands run one at a time, and of those
+that wait the newest is kept. The run starts the command of its own configuration alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shardtune.log import logger
+from shardtune.metrics_schema import ScoreEntry
+from shardtune.training.observers.metrics import Metrics
+
+# The command is no rank, and must not take part in the run.
+_OF_RANKS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("TORCH_NCCL_ASYNC", "JOIN_SECRET", "SHARDTUNE_"),
+)
+_END_S = 10.0  # between SIGTERM and SIGKILL
+_LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
+
+
+class _Running(NamedTuple):
+    model: Path
+    step: int
+    process: subprocess.Popen[bytes]
+    output: Path
+    began: float
+
+
+class ExportCommand:
+    """Runs the command on rank 0. As a context it waits for commands at the end of the training.
+
+    After an error or a stop it ends the command's processes instead.
+    """
+
+    def __init__(self, command: str | None, run_dir: Path, timeout_s: float, metrics: Metrics):
+        """`timeout_s`: the longest wait at the end."""
+        self._command, self._run_dir, self._timeout_s = command, run_dir, timeout_s
+        self._metrics = metrics
+        self._running: _Running | None = None
+        self._waiting: tuple[Path, int] | None = None
+
+    def __enter__(self) -> ExportCommand:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.finish()
+        self._end("the run ends")
+
+    def models_in_use(self) -> Iterator[Path]:
+        """Yield the models that a command reads, or waits for."""
+        if self._running:
+            yield self._running.model
+        if self._waiting:
+            yield self._waiting[0]
+
+    def start(self, model: Path, step: int) -> None:
+        """Run the command for a model, or let it wait for the command that runs."""
+        if not self._command:
+            return
+        if self._waiting:
+            logger.info(f"export.command: {self._waiting[0].name} is skipped for {model.name}")
+        self._waiting = model, step
+        self.poll()
+
+    def poll(self) -> None:
+        """Take the score of a command that has ended, and start the one that waits."""
+        if self._running and self._running.process.poll() is not None:
+            running, self._running = self._running, None
+            self._take_score(running)
+        if self._waiting and not self._running:
+            (model, step), self._waiting = self._waiting, None
+            self._launch(model, step)
+
+    def finish(self) -> None:
+        """Wait until all commands have ended, but no longer than the timeout."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._running and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running.process.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+            self.poll()
+        self._end(f"it took longer than distributed.save_timeout_s={self._timeout_s:g}")
+
+    def _launch(self, model: Path, step: int) -> None:
+        assert self._command
+        output = self._run_dir / "commands" / f"{model.name}.log"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_RANKS)}
+        environment |= {"SHARDTUNE_MODEL": str(model.resolve()), "SHARDTUNE_STEP": f"{step}"}
+        try:
+            output.parent.mkdir(exist_ok=True)
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    self._command,
+                    shell=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,  # a group of its own, which ends as one
+                )
+        except OSError as error:
+            logger.warning(f"export.command cannot be started for {model.name}: {error}")
+            return
+        self._running = _Running(model, step, process, output, time.monotonic())
+        logger.info(f"export.command runs for {model.name}, its output goes to {output}")
+
+    def _take_score(self, running: _Running) -> None:
+        name, code = running.model.name, running.process.returncode
+        last = _last_line(running.output)
+        if code:
+            said = f": {last}" if last else ""
+            logger.warning(f"export.command ended with {code} for {name}{said}")
+            return
+        if not (scores := _scores(last)):
+            logger.info(
+                f"export.command: its last line for {name} is no JSON object of numbers, so "
+                f"{name} has no score"
+            )
+            return
+        seconds = time.monotonic() - running.began
+        model = running.model.relative_to(self._run_dir)
+        self._metrics.write(
+            ScoreEntry(
+                kind="score", step=running.step, model=f"{model}", scores=scores, seconds=seconds
+            )
+        )
+        shown = ", ".join(f"{key} {value:g}" for key, value in scores.items())
+        logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
+
+    def _end(self, why: str) -> None:
+        """End the command that runs, with all of its processes."""
+        running, self._running, self._waiting = self._running, None, None
+        if not running:
+            return
+        logger.warning(f"export.command is ended for {running.model.name}, since {why}")
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(_END_S)
+
+
+def _last_line(output: Path) -> str:
+    """Return the last line of a command's output that is not blank."""
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _scores(line: str) -> dict[str, float | None]:
+    """Return the numbers of a line that is a JSON object of numbers alone, else nothing."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    numbers = [v for v in values.values() if isinstance(v, int | float) and type(v) is not bool]
+    is_finite = all(map(math.isfinite, numbers)) and len(numbers) == len(values)
+    return {str(key): float(value) for key, value in values.items()} if is_finite else {}

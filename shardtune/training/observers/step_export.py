@@ -1,0 +1,28 @@
+"""Write the model of a step where `export.every_steps` asks for it, and hand it to the command."""
+
+from __future__ import annotations
+
+from shardtune.checkpoint.export.step_models import StepModels
+from shardtune.data.schedule import Schedule
+from shardtune.training.observers.export_command import ExportCommand
+from shardtune.training.observers.observer import StepEnded, StepObserver
+
+
+class StepExport(StepObserver):
+    """Writes models between steps. `models`: None without `export.every_steps`."""
+
+    def __init__(
+        self, models: StepModels | None, command: ExportCommand, schedule: Schedule, every: int
+    ) -> None:
+        self._models, self._command = models, command
+        self._schedule, self._every, self._step = schedule, every, 0
+
+    def step_ended(self, ended: StepEnded) -> None:
+        self._step = ended.step.number
+
+    def between_steps(self) -> None:
+        if self._models and self._schedule.is_due(self._step, self._every):
+            if model := self._models.write(self._step):
+                self._command.start(model, self._step)
+            self._models.delete_old(self._step)
+        self._command.poll()
