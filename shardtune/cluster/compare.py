@@ -96,7 +96,9 @@ def agreement(facts: Sequence[Message]) -> list[str]:
     where = ""
     if len(facts) > 1:
         is_shared = all(fact["shares_run_dir"] for fact in facts)
-        where = " is shared by all nodes" if is_shared else " is on each node's own disk"
+        where = " is shared by all nodes"
+        if not is_shared:
+            where = " is on each node's own disk, and checkpoints are lost with any of them"
     free = " and ".join(gb(fact["free_disk_bytes"], 0) for fact in facts[:8])
     run_dir = f"run.dir {first['run_dir']}{where}, {free} GB free"
     return [installed, f"digests: {digests}", run_dir, *first["remarks"]]

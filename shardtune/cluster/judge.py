@@ -110,7 +110,8 @@ class Judge:
         if node == 0:
             how = f"out of reach at {self._environment.master}:{self._environment.port}"
         what = f"{message['name']} is {how}: {message['lost']}{place}"
-        remedy = "its launch has ended or is stopped, or it or the network is down: look there"
+        remedy = "its launch has ended or is stopped, or it or the network is down: look there, or "
+        remedy += "go on without it as docs/launch.md says (A node that stays dead)"
         return Failure(1, [f"{what} - {remedy}; {AGAIN}"], may_restart=False)
 
     def decide_restart(self, failure: Failure, signalled: str | None) -> None:

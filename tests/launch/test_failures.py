@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -257,6 +258,50 @@ def test_a_node_that_is_lost_is_named(lost, how, folder):
                 assert code == 1 and re.fullmatch(f"ERROR: {line}", last), nodes.texts()
                 require_error_line(last)
     resumes(folder)
+
+
+@FULL
+@needs_namespaces
+@pytest.mark.parametrize(("lost", "is_shared"), [(0, False), (1, True)])
+def test_the_other_node_goes_on_without_one_that_stays_dead(lost, is_shared, folder, tmp_path):
+    """As docs/launch.md says, on a shared disk and from copied parts; with the losses of a run that
+    nothing disturbed."""
+    folders = [folder, folder]
+    if not is_shared:
+        folders = [shutil.copytree(folder, tmp_path / f"node{node}") for node in (0, 1)]
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    rows, at_once = "train.gradient_accumulation_steps=", "scheduler.warmup_ratio=0"
+    with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
+        prefixes = tuple(
+            [*place.prefix, "env", "-C", str(own)]
+            for place, own in zip(places, folders, strict=True)
+        )
+        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
+        place["GPUS_PER_NODE"] = "1"
+        with two_nodes(folders[0], f"{rows}1", at_once, prefixes=prefixes, **place) as nodes:
+            nodes.wait_for_words("Saved checkpoint_0000004")
+            nodes.remember()
+            places[lost].kill_all()
+            code, last = nodes.end()[1 - lost]
+    assert code == 1 and "go on without it as docs/launch.md says" in last, last
+    left, dead = folders[1 - lost] / "run", folders[lost] / "run"
+    if not is_shared:
+        parts = [path for path in (dead / "checkpoints").iterdir() if path.name[0] != "."]
+        finish(completed(["cp", "-rn", *parts, left / "checkpoints"]))
+        if lost == 0:
+            shutil.copy(dead / "metrics.jsonl", left)
+    steps = read_metrics(dead if lost == 0 else left, "step")[-1]["step"] + 2
+    alone = {"NNODES": "1", "cwd": left.parent}
+    arguments = (*ARGUMENTS, at_once, f"train.max_steps={steps}")
+    code, output, errors = end(start("launch_node0.sh", *arguments, f"{rows}2", **alone))
+    assert code == 0 and "Resumed from checkpoint_" in output, errors
+    undisturbed = {"NNODES": "1", "GPUS_PER_NODE": "2", "cwd": whole}
+    code, _, errors = end(start("launch_node0.sh", *arguments, f"{rows}1", **undisturbed))
+    assert code == 0, errors
+    seen, expected = (read_metrics(each, "step") for each in (left, whole / "run"))
+    assert [entry["step"] for entry in seen] == list(range(1, steps + 1))
+    losses = [[entry["loss"] for entry in each] for each in (seen, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @FULL
