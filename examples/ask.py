@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.score:
         short = read_chats(arguments.short)
-        count = exact_matches(Model(str(arguments.score), torch.float32, {}), short)
+        count = exact_matches(Model(str(arguments.score), torch.float32), short)
         print(json.dumps({"exact_matches": count, "questions": len(short)}))
         return
     if not (arguments.before and arguments.run and arguments.questions):

@@ -162,7 +162,8 @@ def _find(path: str) -> tuple[str, dict[str, Any]]:
         remedy = "name one; `shardtune export` makes a model of a checkpoint"
         raise UserError(f"{path}: no model, since it has no config.json, and no run - {remedy}")
     if folder is None:
-        remedies = [f"ask {given / BEST}"] if (given / BEST).is_dir() else []
+        saved = [given / BEST, *sorted(given.glob("models/step_*[0-9]"))[-1:]]
+        remedies = [f"ask {each}" for each in saved if each.is_dir()]
         for checkpoint in sorted(given.glob("checkpoints/checkpoint_*[0-9]"))[-1:]:
             remedies.append(f"`shardtune export {checkpoint} OUT` and ask OUT")
         remedy = ", or ".join(remedies or ["wait for it"])

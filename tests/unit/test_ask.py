@@ -214,8 +214,10 @@ def test_a_run_without_a_model_is_told_what_to_ask_instead(tmp_path, capsys):
     (run_dir / "checkpoints/checkpoint_0000004").mkdir()
     export = f"`shardtune export {run_dir}/checkpoints/checkpoint_0000004 OUT` and ask OUT"
     assert export in refused(run_dir, capsys)
-    (run_dir / "best").mkdir()
-    assert f" - ask {run_dir}/best, or {export}" in refused(run_dir, capsys)
+    for name in ("best", "models/step_0000002", "models/step_0000004"):
+        (run_dir / name).mkdir(parents=True)
+    others = f"ask {run_dir}/best, or ask {run_dir}/models/step_0000004"
+    assert f" - {others}, or {export}" in refused(run_dir, capsys)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path, capsys):

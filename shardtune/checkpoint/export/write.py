@@ -116,7 +116,7 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
                 if name != ".":
                     durable_fs.make_directory(folder / name)
                 entries = export.write_files(folder / name, partial(read_tensor, checkpoint))
-                card = _readme(export, checkpoint, assets, here.parents[1])
+                card = _readme(export, checkpoint, assets, here.parent.parent)
                 export.write_rest(folder / name, entries, _about(checkpoint), card)
         for export in exports.values():
             if export.remark:
