@@ -57,6 +57,8 @@ def ask(path: str, question: str | None) -> None:
         while True:
             if line := input(prompt).strip():
                 answer(line)
+    if prompt:
+        print()  # what follows, such as the shell's prompt, gets a line of its own
 
 
 class Model:

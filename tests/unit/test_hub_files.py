@@ -77,6 +77,7 @@ def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, mon
     (hub / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": shards}), encoding="utf-8"
     )
+    (hub / "README.md").touch()  # it names the licence
 
     def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
         assert (path, revision) == ("acme/tiny", "a" * 40)
@@ -90,6 +91,7 @@ def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, mon
     assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
     assert {file.name for file in here.iterdir()} == {
         "model.safetensors.index.json",
+        "README.md",
         *shards.values(),
     }
     (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
