@@ -82,9 +82,7 @@ class Model:
             if (file := Path(path) / _ADAPTER).is_file():
                 with refusing(path, "the adapter cannot be read", "export it again"):
                     base = json.loads(file.read_bytes())["base_model_name_or_path"]
-                    if not base:
-                        raise ValueError("model.init=random: its base is in no file")
-                    self._open(str(base), dtype)
+                    self._open(base or "a base that was drawn at random", dtype)
                     from peft import PeftModel
 
                     self._model = PeftModel.from_pretrained(self._model, path)
@@ -92,11 +90,10 @@ class Model:
                     self.tokenizer.chat_template = read_chat_template(template)
             else:
                 self._open(path, dtype)
-        except UserError as refusal:  # a run's own words, which has a key for the model
+        except UserError as refusal:
             raise UserError(*(p.removeprefix("model.path=") for p in refusal.problems)) from refusal
         if not self.tokenizer.chat_template:
-            remark = f"{path} has no chat template, so that it continues your text as it stands"
-            print(f"WARNING: {remark}", file=sys.stderr)
+            print(f"WARNING: {path} has no chat template: it continues your text", file=sys.stderr)
 
     def _open(self, path: str, dtype: torch.dtype) -> None:
         config, again = known_config(path), "fetch or export the model again"
@@ -135,10 +132,9 @@ class Model:
         else:
             inputs = self.tokenizer([chat[-1]["content"] for chat in chats], **given)
         length = inputs["input_ids"].shape[1]
-        room = self._positions - length if self._positions else most_tokens
-        if room < 1:
-            problem = f"the question has {length} tokens, and the model {self._positions} positions"
-            raise UserError(f"{problem} - ask a shorter one")
+        if (room := (self._positions or sys.maxsize) - length) < 1:
+            problem = f"the question has {length} tokens, the model {self._positions} positions"
+            raise UserError(f"{problem} - shorten it")
         generated = self._model.generate(
             **{key: inputs[key].to(self._model.device) for key in ("input_ids", "attention_mask")},
             max_new_tokens=min(most_tokens, room),
@@ -160,16 +156,13 @@ def _find(path: str) -> tuple[str, dict[str, Any]]:
     models, names = [given, given / "model", given / ADAPTER], ("config.json", _ADAPTER)
     folder = next((each for each in models if any((each / n).is_file() for n in names)), None)
     runs = [each for each in (given, *given.absolute().parents[:2]) if (each / METRICS).is_file()]
-    if folder is None and given not in runs:
-        remedy = "name one; `shardtune export` makes a model of a checkpoint"
-        raise UserError(f"{path}: no model, since it has no config.json, and no run - {remedy}")
     if folder is None:
         saved = [given / BEST, *sorted(given.glob("models/step_*[0-9]"))[-1:]]
-        remedies = [f"ask {each}" for each in saved if each.is_dir()]
-        for checkpoint in sorted(given.glob("checkpoints/checkpoint_*[0-9]"))[-1:]:
-            remedies.append(f"`shardtune export {checkpoint} OUT` and ask OUT")
-        remedy = ", or ".join(remedies or ["wait for it"])
-        raise UserError(f"{path}: the run has no model yet, it writes one at its end - {remedy}")
+        others = " or ".join(str(each) for each in saved if each.is_dir())
+        what = "the run has no model yet, it writes one at its end"
+        what = what if given in runs else "no model, since it has no config.json, and no run"
+        remedy = f"name {others or 'another'}, or `shardtune export` a checkpoint and ask that"
+        raise UserError(f"{path}: {what} - {remedy}")
     settings: dict[str, Any] = {}
     for run in runs[:1]:
         with contextlib.suppress(UserError):

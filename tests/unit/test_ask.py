@@ -174,7 +174,7 @@ def test_without_a_template_the_model_continues_the_text(folder, capsys):
     assert run(["ask", str(folder), QUESTION]) == 0
     said = capsys.readouterr()
     assert said.out == generated(folder, QUESTION)
-    assert f"WARNING: {folder} has no chat template, so that it continues your text" in said.err
+    assert f"WARNING: {folder} has no chat template: it continues your text" in said.err
 
 
 def test_an_adapter_answers_on_its_base_with_the_runs_template(folder, tmp_path, capsys):
@@ -207,17 +207,13 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], question: str = QUES
 
 def test_a_run_without_a_model_is_told_what_to_ask_instead(tmp_path, capsys):
     run_dir = a_run(tmp_path / "run")
-    assert "the run has no model yet, it writes one at its end - wait for it" in refused(
-        run_dir, capsys
-    )
-    (run_dir / "checkpoints/checkpoint_0000002").mkdir(parents=True)
-    (run_dir / "checkpoints/checkpoint_0000004").mkdir()
-    export = f"`shardtune export {run_dir}/checkpoints/checkpoint_0000004 OUT` and ask OUT"
-    assert export in refused(run_dir, capsys)
+    problem = "the run has no model yet, it writes one at its end - name "
+    export = ", or `shardtune export` a checkpoint and ask that"
+    assert f"{problem}another{export}" in refused(run_dir, capsys)
     for name in ("best", "models/step_0000002", "models/step_0000004"):
         (run_dir / name).mkdir(parents=True)
-    others = f"ask {run_dir}/best, or ask {run_dir}/models/step_0000004"
-    assert f" - {others}, or {export}" in refused(run_dir, capsys)
+    others = f"{run_dir}/best or {run_dir}/models/step_0000004"
+    assert f"{problem}{others}{export}" in refused(run_dir, capsys)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path, capsys):
@@ -266,8 +262,14 @@ def edited(file: str, **values: Any) -> Callable[[Path], None]:
             edited("hf_quant_config.json", quantization={"quant_algo": "FP8"}),
             "no `quant_method`",
         ),
-        (edited("adapter_config.json", base_model_name_or_path=None), "its base is in no file"),
-        (edited("config.json", max_position_embeddings=4), "tokens, and the model 4 positions"),
+        (
+            edited("adapter_config.json", base_model_name_or_path=None),
+            "a base that was drawn at random: neither",
+        ),
+        (
+            edited("config.json", max_position_embeddings=4),
+            "tokens, the model 4 positions - shorten",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_opened_or_asked_is_refused(damage, said, folder, capsys):

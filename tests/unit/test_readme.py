@@ -36,7 +36,7 @@ def card_of(
 ) -> ModelCard:
     metrics = write_jsonl(tmp_path / "metrics.jsonl", EVALUATIONS)
     assets = {SOURCE: json.dumps(source).encode()}
-    return ModelCard(readme(state, assets, metrics, step, is_adapter=True))
+    return ModelCard(readme(state, assets, metrics, step, "peft"))
 
 
 def test_it_has_base_licence_data_perplexities_and_command(tmp_path):
@@ -59,11 +59,8 @@ def test_what_is_not_known_is_left_out(tmp_path):
     """Of a checkpoint of an older version, whose run is elsewhere and whose source is a folder."""
     folder = {"model": {"path": "/secret/place/base"}, "run": {"dir": "/secret/runs/mine"}}
     metrics = tmp_path / "nothing"
-    text = readme({"config": folder}, {}, metrics, 4, is_adapter=False)
-    assert ModelCard(text).data.to_dict() == {
-        "library_name": "transformers",
-        "tags": ["shardtune"],
-    }
+    text = readme({"config": folder}, {}, metrics, 4, "transformers")
+    assert ModelCard(text).data.to_dict() == {"library_name": "transformers", "tags": ["shardtune"]}
     assert "| Base model | base |\n| Its licence | not named in its files |" in text
     assert "secret" not in text and "perplexity" not in text
 
@@ -86,7 +83,7 @@ def test_the_licence_is_that_of_the_sources_card_or_file(file, text, known, mode
     (source / file).write_text(text, encoding="utf-8")
     listed = list_source(str(source))
     assert listed["license"] == known
-    text = readme(STATE, {SOURCE: json.dumps(listed).encode()}, tmp_path, 4, is_adapter=False)
+    text = readme(STATE, {SOURCE: json.dumps(listed).encode()}, tmp_path, 4, "peft")
     licence = {key: value for key, value in known.items() if key.startswith("license")}
     assert ModelCard(text).data.to_dict().items() >= licence.items()
     assert f"| Its licence | {next(iter(known.values()), 'not named in its files')} |" in text

@@ -41,6 +41,8 @@ class Adapter(Export):
     `stored` has dtype and shape of each stored factor.
     """
 
+    library = "peft"
+
     def __init__(
         self, stored: Mapping[str, Kind], lora: LoraConfig, assets: Mapping[str, bytes]
     ) -> None:

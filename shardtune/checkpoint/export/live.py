@@ -43,8 +43,6 @@ class LiveModel:
     ) -> None:
         """`whole`: the model of all stages, on meta. `run_state`: as in a checkpoint."""
         self._world = world
-        metrics, is_adapter = run_dir.path / METRICS, config.lora.rank is not None
-        self._readme = partial(readme, run_state, assets, metrics, is_adapter=is_adapter)
         self._tensors = partial(model_state, model, masters_by_name(optimizer))
         source = model_folder(config.model.path)
         self._kinds, tied = model_kinds(whole), whole.all_tied_weights_keys
@@ -53,6 +51,7 @@ class LiveModel:
             self._export = WholeModel(self._kinds, tied, config.export.dtype, assets, source)
         else:
             self._export = Adapter(self._kinds, config.lora, assets)
+        self._export.readme = partial(readme, run_state, assets, run_dir.path / METRICS)
         names = world.all_gather_json([*self._tensors()] if world.stage_rank == 0 else [])
         # A tied weight, which two stages have, comes from the first of them.
         self._holder = {name: rank for rank in reversed(range(world.size)) for name in names[rank]}
@@ -75,8 +74,7 @@ class LiveModel:
             try:
                 folder = durable_fs.make_unfinished(out)
                 entries = self._export.write_files(folder, lambda _: gather(next(names)))
-                card = self._readme(step=about["step"])
-                self._export.write_rest(folder, entries, about, card)
+                self._export.write_rest(folder, entries, about)
                 durable_fs.replace(out)
             except (OSError, RunFailed) as error:
                 part = durable_fs.unfinished(out)

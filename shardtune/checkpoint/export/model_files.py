@@ -66,7 +66,8 @@ class Unit:
 class Export(ABC):
     """The files of an export and what each holds, the same on every rank."""
 
-    remark = ""
+    remark, library = "", "transformers"
+    readme: Callable[[int, str], str] | None = None  # README.md for a step and what opens its model
     _dtype: str
     _assets: dict[str, bytes]  # the other files
     _files: dict[str, list[Unit]]
@@ -96,21 +97,18 @@ class Export(ABC):
             entries[file_name] = written.entry
         return entries
 
-    def write_rest(
-        self, out: Path, entries: Entries, about: Mapping[str, Any], readme: str = ""
-    ) -> None:
+    def write_rest(self, out: Path, entries: Entries, about: Mapping[str, Any]) -> None:
         """Write everything but the weights, once all weights are written, and check those.
 
-        `about` says in export.json where the weights are from, `readme` says it to people.
+        `about` says in export.json where the weights are from.
 
         Raises:
             RunFailed: the files do not hold the tensors that they should.
         """
         self._require_whole(out)
-        files, entries = (
-            self._assets | ({"README.md": readme.encode()} if readme else {}),
-            dict(entries),
-        )
+        files, entries = dict(self._assets), dict(entries)
+        if self.readme:
+            files["README.md"] = self.readme(about["step"], self.library).encode()
         if len(self._files) > 1:
             places = {
                 name: file_name

@@ -73,13 +73,6 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"checkpoint": name, "step": checkpoint.step}
 
 
-def _readme(
-    export: Export, checkpoint: Checkpoint, assets: Mapping[str, bytes], run_dir: Path
-) -> str:
-    is_adapter = isinstance(export, Adapter)
-    return readme(checkpoint.state, assets, run_dir / METRICS, checkpoint.step, is_adapter)
-
-
 def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
@@ -110,14 +103,14 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
                 raise UserError(f"{changed} - {remedy}")
         if not problem:
             exports["."] = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
-        here = checkpoint.directories[0].absolute()
+        metrics = checkpoint.directories[0].absolute().parent.with_name(METRICS)
         with new_folder(out) as folder:
             for name, export in exports.items():
                 if name != ".":
                     durable_fs.make_directory(folder / name)
                 entries = export.write_files(folder / name, partial(read_tensor, checkpoint))
-                card = _readme(export, checkpoint, assets, here.parent.parent)
-                export.write_rest(folder / name, entries, _about(checkpoint), card)
+                export.readme = partial(readme, checkpoint.state, assets, metrics)
+                export.write_rest(folder / name, entries, _about(checkpoint))
         for export in exports.values():
             if export.remark:
                 print(export.remark)
@@ -156,9 +149,11 @@ def write_final_model(
         return None
     world.progress.enter(Phase.EXPORTING, last.step)
     problem, written = "", None
+    card = partial(readme, last.state, assets, run_dir.path / METRICS)
     if lora := _lora(last):
         adapter = Adapter(_stored(last), lora, assets)
-        written = _write(adapter, last, ADAPTER, assets, run_dir, world)
+        adapter.readme = card
+        written = _write(adapter, last, run_dir.path / ADAPTER, run_dir, world)
         if not config.export.merge:
             return written
         # Whether one rank writes or all do, every rank must have the same answer here.
@@ -170,24 +165,18 @@ def write_final_model(
         return written
     source = model_folder(config.model.path)
     export = checkpoint_export(last, config.export.dtype, assets, source)
-    return _write(export, last, "model", assets, run_dir, world)
+    export.readme = card
+    return _write(export, last, run_dir.path / "model", run_dir, world)
 
 
 def _write(
-    export: Export,
-    last: Checkpoint,
-    name: str,
-    assets: Mapping[str, bytes],
-    run_dir: RunDir,
-    world: World,
+    export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World
 ) -> Path | None:
     """Write a model unless it is there; return its folder if it is new."""
-    out = run_dir.path / name
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
         return None
     try:
-        card = _readme(export, last, assets, run_dir.path) if world.is_main else ""
-        _write_new(export, last, out, card, run_dir, world)
+        _write_new(export, last, out, run_dir, world)
     except OSError as error:
         part = durable_fs.unfinished(out)
         if not (missing := durable_fs.missing_room(error, "it", export.bytes, part)):
@@ -201,9 +190,7 @@ def _write(
     return out
 
 
-def _write_new(
-    export: Export, last: Checkpoint, out: Path, card: str, run_dir: RunDir, world: World
-) -> None:
+def _write_new(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
     hidden = contextlib.nullcontext(durable_fs.unfinished(out))
     with new_folder(out) if world.is_main else hidden as folder:
         world.all_gather_json("created")
@@ -214,7 +201,7 @@ def _write_new(
             entries = _write_on_rank0(export, last, folder, run_dir, world)
         all_entries = dict(ChainMap(*world.all_gather_json(entries)))
         if world.is_main:
-            export.write_rest(folder, all_entries, _about(last), card)
+            export.write_rest(folder, all_entries, _about(last))
 
 
 def _write_on_rank0(
