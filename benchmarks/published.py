@@ -91,10 +91,13 @@ def main(options: Namespace) -> None:
     runs = {row["id"]: row for row in (*groups["best"], *groups["others"])}
     if unknown := set(options.names) - set(runs):
         raise SystemExit(f"{', '.join(sorted(unknown))}: no such run - take {', '.join(runs)}")
-    chosen = (runs[name] for name in options.names or runs)
+    chosen = [runs[name] for name in options.names or runs]
     for name in sorted(set(map(_plan_id, chosen))):
         counted[name] = count(runs[name])
-        print(f"{name}: {counted[name]['allocated_gb']} GB allocated", flush=True)
+    for row in chosen:
+        (measured_gb, planned_gb), (measured_s, step_s) = compare(row, counted)
+        print(f"{row['id']}: {planned_gb:.1f} GB planned, {measured_gb:.1f} measured", end="; ")
+        print(f"{step_s:.2f} s a step planned, {measured_s:.2f} measured")
     lines = (f"{json.dumps(name)}: {json.dumps(counted[name])}" for name in sorted(counted))
     FIGURES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     PAGE.write_text(page(groups, counted), encoding="utf-8")

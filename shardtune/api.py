@@ -39,6 +39,7 @@ class Plan:
     # By collective: between_nodes, into a node; inside_node, into a rank.
     traffic: list[dict[str, Any]]
     step_seconds: float | None  # at least; None where it is not known
+    about_seconds: float | None  # by the kernels of a GPU; None where they are not known
     bound_by: str | None  # what takes that time
     # The lines of `shardtune plan`, without changes that would help.
     text: str = field(repr=False)
@@ -110,6 +111,7 @@ def plan(
             for kind in between
         ],
         step_seconds=run.floor_s or None,
+        about_seconds=run.about_s,
         bound_by=run.bound_by,
         text="\n".join(lines),
     )

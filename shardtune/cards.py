@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from shardtune.errors import UserError
 
 _PCIE_4, _PCIE_5 = 25e9, 50e9  # bytes/s
-# A device with one of these words in its name is smaller than the published one.
-_OTHER_DEVICES = {"MIG", "Laptop", "Max", "D"}
+# A device with one of these words in its name is another than the published one.
+_OTHER_DEVICES = {"mig", "laptop", "max", "d", "ti"}
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,28 @@ CARDS = {card.name: card for card in _ALL}
 _DEVICES = {
     "A100": "A100-80",
     "A100 40GB": "A100-40",
+    "A100 PCIE 40GB": "A100 PCIe",
     "A800": "A100-80",
+    "A800 40GB": "A100-40",
+    "A800 PCIE": "A100 PCIe",
     "H800": "H100",
+    "H800 PCIE": "H100 PCIe",
     "RTX PRO 6000 Workstation": "RTX PRO 6000",
 }
 
 
 def card_named(name: str) -> Card:
-    """Return the card of `--gpu`, however its name is spaced.
+    """Return the card of `--gpu`: a name of the table, however it is spaced, or a device's name.
 
     Raises:
         UserError: the name is not known; the message has the nearest names.
     """
     known = {_plain(other): card for other, card in CARDS.items()} | {"a100": CARDS["A100-80"]}
-    if card := known.get(_plain(name)):
+    if card := known.get(_plain(name)) or card_of(name):
         return card
-    near = difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.5) or known
-    names = ", ".join(dict.fromkeys(known[key].name for key in near))
+    near = difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.5)
+    near.sort(key=lambda key: key not in _plain(name) and _plain(name) not in key)
+    names = ", ".join(dict.fromkeys(known[key].name for key in near or known))
     raise UserError(
         f"--gpu {name}: the rates of this card are not known - use one of {names}; or the card "
         "most like it, with --gpu-memory, --gpu-tflops and --nvlink-gbps of yours"
@@ -93,14 +98,15 @@ def card_named(name: str) -> Card:
 
 def card_of(device_name: str) -> Card | None:
     """Return the card of a device, such as NVIDIA H100 80GB HBM3, or None if it is not known."""
-    words = set(re.split(r"[\s-]+", device_name))
+    words = set(re.split(r"[\s-]+", device_name.lower()))
     names = {name: name for name in CARDS} | _DEVICES
     # RTX PRO 6000 is more than one device, and A100-40 is no device's name.
-    fitting = [name for name in names if words.issuperset(name.split()) and name != "RTX PRO 6000"]
+    fitting = [name for name in names if words.issuperset(name.lower().split())]
+    fitting = [name for name in fitting if name != "RTX PRO 6000"]
     if not fitting or words & _OTHER_DEVICES:
         return None
     return CARDS[names[max(fitting, key=lambda name: len(name.split()))]]
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|sxm\d?|gb$|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|geforce|generation|sxm\d?|(?<=\s)\d+gb|gb$|[^a-z0-9]", "", name.lower())

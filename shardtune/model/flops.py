@@ -76,11 +76,16 @@ class ModelFlops:
     def per_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
         """Return the FLOPs of forward and backward over documents of these lengths, in tokens."""
         tokens = int(lengths.sum(dtype=np.int64))
+        frozen = self.frozen_per_token * tokens + self.frozen_per_trained_token * trained_tokens
+        return 3 * self.forward(lengths, trained_tokens) - frozen
+
+    def forward(self, lengths: np.ndarray, trained_tokens: int) -> float:
+        """Return the FLOPs of a forward over documents of these lengths, in tokens."""
+        tokens = int(lengths.sum(dtype=np.int64))
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
         for (per_pair, span, is_chunked), count in self.layers.items():
             forward += count * per_pair * attended_pairs(lengths, span, is_chunked)
-        frozen = self.frozen_per_token * tokens + self.frozen_per_trained_token * trained_tokens
-        return 3 * forward - frozen
+        return forward
 
 
 def attended_pairs(lengths: np.ndarray, span: int, is_chunked: bool) -> int:

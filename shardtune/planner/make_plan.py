@@ -159,6 +159,7 @@ class _Planner:
             peak = bounded_memory(model, shapes, config, states, world)
             peaks, pools = {"any phase": peak}, peak.n_bytes
             needed_bytes = pools + machine.allowance_bytes(layout, pools)
+        step_flops, forward_flops = _count_flops(whole, layout.rows_per_step, layout.max_length)
         plan = Plan(
             config=config,
             layout=layout,
@@ -168,7 +169,8 @@ class _Planner:
             pinned_bytes=storage.pinned_bytes,
             traffic=(traffic,),
             host_link=link,
-            step_flops=_count_step_flops(whole, layout.rows_per_step, layout.max_length),
+            step_flops=step_flops,
+            forward_flops=forward_flops,
             rows_bytes=sum(rows_bytes(shapes, world.stage, layout)),
             parameters=sum(p.numel() for p in whole.parameters()),
             trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
@@ -280,7 +282,9 @@ def _kernel_seconds(measured: Measured | None, plan: Plan) -> float | None:
     inside = Counter(plan.received[1])
     gathered_bytes = inside["all-gather"] + inside["reduce-scatter"]
     is_hidden = not plan.has_experts or layout.expert > 1
-    return with_gathers(kernels_s, gathered_bytes, gpu, is_hidden)
+    # Blocks wait for the rows that ranks of `tensor` gather, and for their sums.
+    rows_s = plan.rows_bytes * (1 - 1 / layout.tensor) / gpu.gather_bytes_per_s
+    return with_gathers(kernels_s + rows_s, gathered_bytes, gpu, is_hidden)
 
 
 def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tuple[int, ...]]]:
@@ -300,9 +304,11 @@ def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tup
     return groups
 
 
-def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
-    """Return the FLOPs of a step of full rows without recomputation; None if not known."""
+def _count_flops(model: PreTrainedModel, rows: int, length: int) -> list[float | None]:
+    """Return the FLOPs of a step of full rows and of its forward; None if not known."""
     try:
-        return count_flops(model).per_step(np.full(rows, length), rows * (length - 1))
+        flops = count_flops(model)
     except NotCounted:
-        return None
+        return [None, None]
+    lengths, trained = np.full(rows, length), rows * (length - 1)
+    return [flops.per_step(lengths, trained), flops.forward(lengths, trained)]

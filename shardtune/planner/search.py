@@ -226,7 +226,8 @@ class Search:
         return sorted((run for run in estimates if run.host_fits), key=_rank)
 
     def _estimate(self, config: Config, shapes: Shapes) -> Estimate:
-        return estimate(config, shapes, self.plan.machine, self.plan.step_flops)
+        plan = self.plan
+        return estimate(config, shapes, plan.machine, plan.step_flops, plan.forward_flops)
 
     @cached_property
     def _with_adapters(self) -> Shapes:

@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Any
 
+import pytest
 from helpers.commands import REPOSITORY, completed
 from helpers.planned import LLAMA
 from transformers import LlamaConfig
@@ -100,12 +101,17 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
     printed = capsys.readouterr()
     first, second = (text.splitlines() for text in shown)
     assert first[0].startswith("By arithmetic") and first[4:] == ["", "Simulated:", first[1]]
-    assert [line.split()[2:4] for line in first[2:4]] == [["weights", "no"], ["yes", "2.2"]]
+    assert [line.split()[2:4] for line in first[2:4]] == [["weights", "no"], ["tight", "2.2"]]
     head, whole, adapters, more, *_ = [first[1], *second, *printed.out.splitlines()]
     assert head.split()[:3] == ["nodes", "trains", "fits"]
     assert whole.split() == ["1", "all", "weights", "no", *"-------"]
     assert "hours, about  price, about  settings" in head
-    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 1.3 < float(adapters.split()[3]) <= 3.3
+    _, _, _, _, about, _, _, hours, price, *_ = adapters.split()
+    assert float(price.replace(",", "")) == pytest.approx(2 * float(hours), rel=0.01)
+    assert float(hours) == pytest.approx(1e9 / float(about.replace(",", "")) / 3600, rel=0.01)
+    assert (
+        adapters.split()[:3] == ["1", "LoRA", "tight"] and 1.3 < float(adapters.split()[3]) <= 3.3
+    )
     assert "train.gradient_accumulation_steps=32" in adapters
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
     assert "Plan: simulating a step with train.gradient_accumulation_steps" in printed.err

@@ -73,6 +73,7 @@ def test_a_mapping_is_planned_as_the_file_that_has_its_keys(folder):
     assert plan.fits and plan.text.startswith(f"{plan.verdict}\n")
     assert f"{plan.peak_bytes / 1e9:.1f} GB" in plan.verdict
     assert f"States: {sum(plan.states.values()) / 1e9:.1f} GB" in plan.text
+    assert plan.about_seconds and plan.step_seconds <= plan.about_seconds
     for phase in plan.memory:
         causes = [size for cause, size in phase.items() if cause not in ("phase", "total")]
         assert sum(causes) == phase["total"] <= plan.peak_bytes

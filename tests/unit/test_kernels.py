@@ -10,7 +10,14 @@ import torch.nn.attention.varlen  # registers its operators
 
 from shardtune.cards import CARDS
 from shardtune.planner.arithmetic.figures import Kernel, Kind
-from shardtune.planner.arithmetic.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
+from shardtune.planner.arithmetic.roofline import (
+    H100,
+    H200,
+    LAUNCH_S,
+    gpu_of,
+    seconds,
+    with_gathers,
+)
 from shardtune.planner.simulation.kernel_costs import kernel_of
 
 aten = torch.ops.aten
@@ -102,6 +109,13 @@ def test_of_collectives_only_exchanges_of_tokens_take_time_of_their_own():
     gather = Kernel(Kind.COLLECTIVE, "_allgather_base_", n_bytes=10**12)
     exchange = Kernel(Kind.COLLECTIVE, "alltoall_base_", n_bytes=int(H100.exchange_bytes_per_s))
     assert seconds({gather: 1, exchange: 1}, H100) == pytest.approx(1)
+
+
+def test_gathers_hide_behind_dense_layers_and_not_behind_experts():
+    n_bytes = 3 * H100.gather_bytes_per_s  # three seconds
+    for kernels_s, dense_s, experts_s in ((4.0, 4, 7), (1.0, 3, 4)):
+        assert with_gathers(kernels_s, n_bytes, H100, is_hidden=True) == pytest.approx(dense_s)
+        assert with_gathers(kernels_s, n_bytes, H100, is_hidden=False) == pytest.approx(experts_s)
 
 
 def test_a_collective_is_counted_whose_result_is_no_tensor():

@@ -34,6 +34,7 @@ class Estimate:
     traffic: Sequence[Counter[Collective]]  # bytes per step of the first rank of each stage
     host_link: HostLink
     step_flops: float | None  # without recomputation; None if not known
+    forward_flops: float | None  # of these
     rows_bytes: int  # gathered and scattered by ranks of `tensor` in a step
     # Values of keys that differ from the configured run's, and their price in words.
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -86,9 +87,9 @@ class Estimate:
         if self.layout.offloads:
             floors["with host memory"] = self.host_link.seconds(machine)
         if self.step_flops is not None:
-            # Full checkpointing runs each layer's forward, a third of the arithmetic, once more.
-            again = 4 / 3 if self.layout.keeps_inputs_alone else 1
-            seconds = again * self.step_flops / (machine.ranks * machine.flops_per_s)
+            # Full checkpointing runs each layer's forward once more.
+            again = (self.forward_flops or 0.0) * self.layout.keeps_inputs_alone
+            seconds = (self.step_flops + again) / (machine.ranks * machine.flops_per_s)
             floors["arithmetic"] = seconds / (1 - self.layout.bubble)
         if self.layout.tensor > 1:
             # A block waits for its row, and the row's sums wait for the block: nothing hides them.
@@ -114,7 +115,11 @@ class Estimate:
 
 
 def estimate(
-    config: Config, shapes: Shapes, machine: Machine, step_flops: float | None
+    config: Config,
+    shapes: Shapes,
+    machine: Machine,
+    step_flops: float | None,
+    forward_flops: float | None,
 ) -> Estimate:
     """Estimate a run from the shapes of its model."""
     layout = machine.layout(config)
@@ -138,5 +143,6 @@ def estimate(
         traffic=traffic,
         host_link=max(links),
         step_flops=step_flops,
+        forward_flops=forward_flops,
         rows_bytes=max(sum(rows_bytes(shapes, stage, layout)) for stage in range(layout.stages)),
     )

@@ -134,7 +134,7 @@ def card_of_options(options: argparse.Namespace) -> Card:
     """
     # No H100 has such memory.
     is_larger = (_given(options, "--gpu-memory") or 0) > 110
-    card = card_named(options.gpu or ("H200" if is_larger else "H100"))
+    card = card_named(("H200" if is_larger else "H100") if options.gpu is None else options.gpu)
     given = {field: (_given(options, name), unit) for name, (field, unit, _) in OF_CARD.items()}
     values: dict[str, Any] = {
         field: value * unit for field, (value, unit) in given.items() if value is not None

@@ -143,9 +143,12 @@ def _require_fitting_files(path: str) -> None:
 
 
 def machine_of(options: argparse.Namespace, config: Config) -> Machine:
-    """Return the machine of `options`, with the rates that a preflight measured in run.dir."""
+    """Return the machine of `options`.
+
+    Without `--gpu` it has the rates that a preflight measured in run.dir.
+    """
     nodes, ranks = options.nodes, options.gpus_per_node
-    measured = read_measured(Path(config.run.dir), nodes, ranks)
+    measured = read_measured(Path(config.run.dir), nodes, 0 if options.gpu else ranks)
     if measured.ranks:
         print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
     card, nic = card_of_options(options), options.nic_gbps

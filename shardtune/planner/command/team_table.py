@@ -17,7 +17,7 @@ from shardtune.planner.command.plan_command import (
     read_planned_config,
     require_runnable,
 )
-from shardtune.planner.command.text import assumed, hours, table
+from shardtune.planner.command.text import assumed, hours, is_tight, money_text, spread, table
 from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.mesh import with_values
@@ -39,6 +39,7 @@ class _Question(NamedTuple):
     model: str
     trains: str
     search: Search
+    shown: str  # the model in the table
 
 
 def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
@@ -52,9 +53,9 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     models = list(dict.fromkeys(read_run_config(options).model.path for options in runs))
     head = _head(models, runs[0])
     questions: list[_Question] = []
-    for question in _questions(runs, say):
+    for question in _questions(runs, models, say):
         if not questions:
-            print("By arithmetic, within a tenth:", *table(head, []), sep="\n")
+            print("By arithmetic, roughly:", *table(head, []), sep="\n")
         questions.append(question)
         print(_line(head, question, question.search.fastest_by_arithmetic()), flush=True)
     for search in {question.model: question.search for question in questions}.values():
@@ -63,19 +64,21 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     lines: list[str] = []
     fits = False
     for question in questions:
-        options, _, trains, search = question
+        options, _, trains, search, _ = question
         say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")
         plan = search.fastest()
         fits |= plan is not None
         print(_line(head, question, plan), flush=True)
         if not plan and options.nodes == runs[-1].nodes:
-            lines += _from_more_nodes(search, trains)
+            lines += _from_more_nodes(question, len(models) > 1)
     print(*lines, *_assumptions(search.plan, runs[0]), sep="\n")
     if not fits:
         raise DoesNotFit(f"nothing of {', '.join(models)} fits - take more or larger GPUs")
 
 
-def _questions(runs: Sequence[argparse.Namespace], say: Say) -> Iterator[_Question]:
+def _questions(
+    runs: Sequence[argparse.Namespace], models: Sequence[str], say: Say
+) -> Iterator[_Question]:
     simulations: dict[str, Simulations] = {}
     for options in runs:
         config = read_run_config(options)
@@ -85,7 +88,7 @@ def _questions(runs: Sequence[argparse.Namespace], say: Say) -> Iterator[_Questi
         adapters = {} if config.lora.rank else ADAPTERS
         for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
             search = _search(options, with_values(config, values), simulations[path], say)
-            yield _Question(options, path, trains, search)
+            yield _Question(options, path, trains, search, _shown(path, models))
 
 
 def _search(
@@ -101,12 +104,18 @@ def _search(
     return Search(plan, simulations, say=say)
 
 
+def _shown(model: str, models: Sequence[str]) -> str:
+    """Return a model's last name, or all of it where two share that."""
+    name = Path(model).name
+    return name if [Path(other).name for other in models].count(name) == 1 else model
+
+
 def _head(models: Sequence[str], options: argparse.Namespace) -> list[str]:
     # Padded to the widest cell below it, since each row is printed as soon as it is known.
-    widest = max(len(Path(model).name) for model in models)
+    widest = max(len(_shown(model, models)) for model in models)
     head = [f"{'model':<{widest}}"] if len(models) > 1 else []
-    head += ["nodes", f"{'trains':<11}", "fits", "peak, GB", "step, s at least"]
-    head += ["tokens/s at most", "tokens/s about"]
+    head += ["nodes", f"{'trains':<11}", "fits ", "peak, GB", "tokens/s about"]
+    head += ["step, s at least", "tokens/s at most"]
     if options.tokens or options.price:
         head += ["hours, about"]
     if options.price:
@@ -116,20 +125,21 @@ def _head(models: Sequence[str], options: argparse.Namespace) -> list[str]:
 
 def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str:
     """Return a row of the table. A simulated run also has a time that it takes about."""
-    options, model, trains, _ = question
-    cells = [Path(model).name] if head[0].startswith("model") else []
+    options, _, trains, _, _ = question
+    cells = [question.shown] if head[0].startswith("model") else []
     cells += [f"{options.nodes}", trains]
     if not run:
         cells += ["no", *"-" * (len(head) - len(cells) - 1)]
         return [*table(head, [cells])][1]
-    cells += ["yes", gb(run.peak_bytes), f"{run.floor_s:.3g}", _rate(run, run.floor_s)]
     about_s = run.about_s if isinstance(run, Plan) else None
-    cells += [_rate(run, about_s) if about_s else "-"]
+    cells += ["tight" if is_tight(run) else "yes", gb(run.peak_bytes)]
+    cells += [_rate(run, about_s) if about_s else "-", f"{run.floor_s:.3g}"]
+    cells += [_rate(run, run.floor_s)]
     if options.tokens or options.price:
         length = run_length(run.config, run.layout, options.tokens) if about_s else ""
         taken = hours(about_s, run, length) if about_s else 0.0
         money = (options.price or 0.0) * taken * run.machine.ranks
-        more = [f"{taken:,.3g}", f"{money:,.0f}"] if about_s else ["-", "-"]
+        more = [f"{taken:,.3g}", money_text(money)] if about_s else ["-", "-"]
         cells += more[: 1 + bool(options.price)]
     return [*table(head, [[*cells, " ".join(mesh_arguments(run))]])][1]
 
@@ -138,10 +148,12 @@ def _rate(run: Estimate, step_s: float) -> str:
     return f"{float(f'{run.step_tokens / step_s:.3g}'):,.0f}"
 
 
-def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
-    if mesh := search.fewest_nodes():
+def _from_more_nodes(question: _Question, is_one_of_many: bool) -> Iterator[str]:
+    if mesh := question.search.fewest_nodes():
+        what = f"{question.shown}, {question.trains}"
+        what = what if is_one_of_many else question.trains[0].upper() + question.trains[1:]
         yield (
-            f"{trains[0].upper()}{trains[1:]}: from {mesh.machine.nodes} nodes, by arithmetic "
+            f"{what}: from {mesh.machine.nodes} nodes, by arithmetic "
             f"(about {gb(mesh.peak_bytes)} GB with {' '.join(as_arguments(mesh.values))})"
         )
 
@@ -153,9 +165,9 @@ def _assumptions(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
         f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"
     )
-    yield "A plan of a row's settings has its memory by phase and cause"
+    yield f"A plan of a row's settings has its memory by phase. tokens/s about: {spread(plan)}"
     if options.tokens:
-        yield f"Hours and price are of {options.tokens:g} tokens"
+        yield f"Hours and price are of {options.tokens:,.0f} tokens"
     elif options.price:
         yield "Hours and price are of the data, or of 1e9 tokens where it is not on this machine"
     yield assumed(plan.machine)

@@ -15,6 +15,14 @@ from shardtune.planner.launch_arguments import as_arguments
 from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
+_TIGHT_BYTES = 3e9  # the plans of others' best described runs are up to 9% below their memory
+_COMPARED = ("H100", "H200", "A100")  # cards of published runs
+
+
+def is_tight(run: Estimate) -> bool:
+    """Return whether a run that fits takes the last GBs of its GPUs."""
+    return run.machine.is_gpu and run.machine.memory_bytes - run.peak_bytes < _TIGHT_BYTES
+
 
 def by_arithmetic(run: Estimate) -> str:
     """Return the line that comes before the seconds of a simulation."""
@@ -79,18 +87,20 @@ def describe(plan: Plan, length: RunLength | str = "", price: float | None = Non
 
 
 def _about(plan: Plan) -> Iterator[str]:
-    if plan.about_s is None or plan.machine.card is None:
+    if plan.about_s is None:
         return
     seconds = f"{plan.about_s:.2g}" if plan.about_s < 10 else f"{plan.about_s:.0f}"
-    spread = (
-        "models with experts took 0.6 to 1.3"
-        if plan.has_experts
-        else "dense models took 0.8 to 1.3"
-    )
-    yield (
-        f"A step takes about {seconds} s, as eager kernels on {plan.machine.card.name} do; "
-        f"published runs of {spread} times that"
-    )
+    yield f"A step takes about {seconds} s, {spread(plan)}"
+
+
+def spread(plan: Plan) -> str:
+    """Say how an estimate of seconds is made, and how far others' runs were from it."""
+    name = plan.machine.card.name if plan.machine.card else ""
+    kind, least = ("models with experts", "0.6") if plan.has_experts else ("dense models", "0.8")
+    compared = f"published runs of {kind} took {least} to 1.3 times that"
+    if not name.startswith(_COMPARED):
+        compared = "no published run of this card was compared"
+    return f"as eager kernels on {name} do, or the slowest link; {compared}"
 
 
 def assumed(machine: Machine) -> str:
@@ -149,7 +159,7 @@ def _hours(plan: Plan, length: RunLength | str) -> str:
         line = f"1e9 tokens take {least}, in steps of {plan.step_tokens:,} tokens"
         return f"{line}; hours for the run are not known, since {length}" if length else line
     about = "" if length.is_counted else "about "
-    return f"The run takes {least}: {about}{length.steps} steps, {about}{length.tokens:,} tokens"
+    return f"The run takes {least}: {about}{length.steps:,} steps, {about}{length.tokens:,} tokens"
 
 
 def hours(step_s: float, run: Estimate, length: RunLength | str) -> float:
@@ -161,8 +171,12 @@ def hours(step_s: float, run: Estimate, length: RunLength | str) -> float:
 def _cost(plan: Plan, length: RunLength | str, price: float) -> str:
     gpu_hours = plan.machine.ranks * hours(plan.about_s or plan.floor_s, plan, length)
     word = "about" if plan.about_s else "at least"
-    cost = f"{word} {price * gpu_hours:,.0f}, for {gpu_hours:,.0f} GPU hours"
+    cost = f"{word} {money_text(price * gpu_hours)}, for {gpu_hours:,.3g} GPU hours"
     return f"At {price:g} a GPU hour that costs {cost}"
+
+
+def money_text(money: float) -> str:
+    return f"{money:,.0f}" if money >= 10 else f"{money:.3g}"
 
 
 def _storage(plan: Plan) -> Iterator[str]:
@@ -240,8 +254,8 @@ def describe_room(plan: Plan, room: Mapping[str, Estimate | None]) -> Iterator[s
     """
     states, memory = gb(plan.states.total), gb(plan.machine.memory_bytes)
     yield (
-        f"The states alone are {states} GB for the {memory} GB of each GPU. By arithmetic, within "
-        f"a tenth, a run fits on nodes of {plan.machine.ranks_per_node} such GPUs:"
+        f"The states alone are {states} GB for the {memory} GB of each GPU. By arithmetic, "
+        f"roughly, a run fits on nodes of {plan.machine.ranks_per_node} such GPUs:"
     )
     rows = [
         [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from shardtune.planner.command.text import pinned
+from shardtune.planner.command.text import is_tight, pinned
 from shardtune.planner.plan import Plan
 from shardtune.units import gb
-
-_TIGHT_BYTES = 3e9  # the plans of others' runs are up to 8% below their memory
 
 
 def verdict(plan: Plan) -> str:
@@ -27,12 +25,11 @@ def verdict(plan: Plan) -> str:
         part = plan.bound_by
         bound_by = part if not part or part.startswith("arithmetic") else f"traffic {part}"
         speed = f"; bound by {bound_by}" if bound_by else ""
-        left = plan.machine.memory_bytes - plan.peak_bytes
-        tight = ", but it is tight" * (plan.machine.is_gpu and left < _TIGHT_BYTES)
+        tight = ", but it is tight" * is_tight(plan)
         return f"The run fits{tight}, {limit} hold the peak of {peak}{speed}"
     if plan.is_simulated:
         is_less = plan.config.model.compile and plan.layout.checkpointing == "none"
-        compiled = "; compiled layers keep about a third less than these, eager ones" * is_less
+        compiled = "; compiled layers keep a quarter to a third less than these" * is_less
         return f"The run does not fit, {limit} do not hold the peak of {peak}{compiled}"
     states = f"its {gb(plan.states.total)} GB of parameters, gradients and optimizer"
     if plan.cannot_fit:
