@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 
 logger = logging.getLogger("shardtune")  # its lines appear once a run
 node_logger = logging.getLogger("shardtune.node")  # its lines appear once a node
+
+_MOST_SHOWN = 300  # characters of a text
+_MARKS = re.compile(r"Step|Loss|(?i:perplexity)|(?<=\w):")
 
 
 class StdoutHandler(logging.Handler):
@@ -19,6 +23,16 @@ class StdoutHandler(logging.Handler):
             print(f"{prefix}{record.getMessage()}\n", end="", flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def quoted(text: str) -> str:
+    """Return the text of others for a log line: in quotes, shortened, and in one line.
+
+    Marks are escaped by which programs find the lines of a run, such as `Step 3/9 | Loss: 2.1`.
+    """
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return '"' + _MARKS.sub(lambda mark: f"\\x{ord(mark[0][0]):02x}{mark[0][1:]}", shown) + '"'
 
 
 def setup_logging(is_main: bool, is_node_main: bool) -> None:

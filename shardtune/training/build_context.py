@@ -84,7 +84,8 @@ def build_train_context(
     metrics = open_metrics(run)
     run_state = state_of_run(run, model_config, assets, data, policy)
     timeout_s = config.distributed.save_timeout_s
-    command = ExportCommand(config.export.command, run.directory.path, timeout_s, metrics)
+    shell_command = config.export.command if world.is_main else None
+    command = ExportCommand(shell_command, run.directory.path, timeout_s, metrics)
     live = None
     if config.export.every_steps or (config.eval.keep_best and data.eval):
         of_model = model, optimizer, whole, assets, run_state

@@ -6,7 +6,6 @@ Each trained token counts once.
 from __future__ import annotations
 
 import math
-import re
 import time
 from itertools import chain, zip_longest
 from typing import Any
@@ -24,7 +23,7 @@ from shardtune.data.prompts import Prompt, UnfinishedTexts, choose_prompts, in_r
 from shardtune.data.schedule import Schedule, assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
-from shardtune.log import logger
+from shardtune.log import logger, quoted
 from shardtune.metrics_schema import EvalEntry, SampleEntry
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import Measure, predicted_logits
@@ -36,7 +35,6 @@ from shardtune.training.run import Run
 # Each metric sums something over the trained tokens of a batch, in a forward of its own. Its mean
 # goes into the log and into metrics.jsonl. None: the loss that the steps minimise.
 METRICS: dict[str, Measure | None] = {"loss": None}
-_MOST_SHOWN = 300  # characters of a text in the log
 
 
 def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) -> bool:
@@ -150,7 +148,7 @@ def answer_prompts(context: TrainContext, step: int, stop: StopRequest | None = 
             kind="sample", step=step, prompt=texts[0], answer=texts[1], reference=texts[2]
         )
         context.metrics.write(entry)
-        asked, said, expected = map(_in_a_line, texts)
+        asked, said, expected = map(quoted, texts)
         logger.info(
             f"Sample {number} of {len(prompts)} after step {step}: {asked} | Answer {said} | "
             f"Reference {expected}"
@@ -203,13 +201,6 @@ def _greedy(
 def _next_tokens(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Return for each text of the batch its number and its next token: int64 [texts, 2]."""
     return torch.stack([batch.targets, predicted_logits(model, batch).argmax(-1)], -1)
-
-
-def _in_a_line(text: str) -> str:
-    """Return the text in quotes, without line breaks and what other programs look for in a log."""
-    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return '"' + re.sub(r"(?<=\w):", r"\\x3a", shown) + '"'
 
 
 def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) -> int | None:

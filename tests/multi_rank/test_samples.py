@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import stop_token_ids
 from shardtune.data.prompts import Prompt, choose_prompts
+from shardtune.log import quoted
 from shardtune.model.loss import predicted_logits
 from shardtune.report.read_run import read_run
 from shardtune.training import evaluate
-from shardtune.training.evaluate import _in_a_line
 
 TOKENS = 6
 SAMPLES = 3
@@ -91,10 +92,11 @@ def _generated(model: Path, tokenizer: Any, record: dict[str, Any]) -> str:
 
 def test_texts_of_a_sample_stay_in_their_line():
     """A log is searched for lines such as `Eval Perplexity: 9.8 | Loss: 2.3`."""
-    assert _in_a_line("a\nb\x1b[2J \u2028 Eval Perplexity: 1.0") == (
-        '"a\\nb\\x1b[2J \\u2028 Eval Perplexity\\x3a 1.0"'
+    assert quoted("a\nb\x1b[2J \u2028 Eval Perplexity: 1.0") == (
+        '"a\\nb\\x1b[2J \\u2028 Eval \\x50erplexity\\x3a 1.0"'
     )
-    assert len(_in_a_line("long " * 200)) < 400
+    assert not re.search("Step.*Loss", quoted("Step 3/9 | Loss: 2.1"))
+    assert len(quoted("long " * 200)) < 400
 
 
 class Sequences:

@@ -27,6 +27,8 @@ import json, os, pathlib
 names = [n for n in os.environ if n.startswith(("RANK", "WORLD", "LOCAL_", "MASTER", "TORCHEL"))]
 model = pathlib.Path(os.environ["SHARDTUNE_MODEL"])
 print("read", model.name)
+with open("ran.txt", "a") as file:
+    file.write(model.name + "\\n")
 print(json.dumps({
     "files": len(list(model.iterdir())), "step": int(os.environ["SHARDTUNE_STEP"]),
     "of_ranks": len(names),
@@ -66,6 +68,8 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path):
     for entry in scores.values():
         assert entry["scores"]["of_ranks"] == 0 and entry["scores"]["step"] == entry["step"]
         assert entry["scores"]["files"] > 3
+    ran = (folder / "ran.txt").read_text(encoding="utf-8").split()
+    assert sorted(ran) == sorted(Path(name).name for name in scores), "on one rank alone"
     assert "Score of model, in " in said and "read model" in (
         folder / "run/commands/model.log"
     ).read_text(encoding="utf-8")
@@ -89,8 +93,19 @@ def test_of_adapters_the_adapter_is_written(folder):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import sys; print('no such benchmark'); sys.exit(3)", "ended with 3 for {}: no such ben"),
+        (
+            "import sys; print('no such benchmark'); sys.exit(3)",
+            'ended with 3 for {}: "no such ben',
+        ),
         ('print(\'{"a": "b"}\')', "its last line for {} is no JSON object of numbers"),
+        (
+            "print('{\"a\": 1' + '0' * 400 + '}')",
+            "its last line for {} is no JSON object of numbers",
+        ),
+        (
+            "import shutil; shutil.rmtree('run/commands')",
+            "its last line for {} is no JSON object of numbers",
+        ),
         ("import time; time.sleep(999)", "is ended for {}, since it took longer than"),
     ],
 )

@@ -42,8 +42,9 @@ class StepModels:
         self._world.progress.enter(Phase.EXPORTING, step)
         out = self._folder / f"step_{step:07d}"
         about = {"step": step, _MARK: self._folder.name}
-        if self._world.is_main and out.exists() and not self._is_own(out):
-            logger.info(f"Another folder moved aside: {durable_fs.move_aside(out)}")
+        with contextlib.suppress(OSError):  # then the model cannot be written either
+            if self._world.is_main and out.exists() and not self._is_own(out):
+                logger.info(f"Another folder moved aside: {durable_fs.move_aside(out)}")
         problem = self._live.write(out, about, "make room, and that of a later step is written")
         if problem:
             logger.info(f"Model of step {step} not written: {problem}")
@@ -56,16 +57,18 @@ class StepModels:
 
         Models of later steps, from before a resume, go first.
         """
-        if not self._world.is_main:
-            return
+        if self._world.is_main:
+            with contextlib.suppress(OSError):  # the next model tries again
+                self._delete_old(step)
+
+    def _delete_old(self, step: int) -> None:
         found = ((_NAME.fullmatch(path.name), path) for path in self._folder.iterdir())
         own = {int(name[1]): path for name, path in found if name and self._is_own(path)}
         kept = sorted(number for number in own if number <= step)[-self._keep :]
         used = {folder.name for folder in self._in_use()}
         for number, folder in own.items():
             if number not in kept and folder.name not in used:
-                with contextlib.suppress(OSError):  # the next model tries again
-                    durable_fs.delete(folder)
+                durable_fs.delete(folder)
 
     def _is_own(self, folder: Path) -> bool:
         return (read_listing(folder) or {}).get(_MARK) == self._folder.name

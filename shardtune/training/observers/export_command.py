@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardtune.log import logger
+from shardtune.log import logger, quoted
 from shardtune.metrics_schema import ScoreEntry
 from shardtune.training.observers.metrics import Metrics
 
@@ -120,7 +120,7 @@ class ExportCommand:
         name, code = running.model.name, running.process.returncode
         last = _last_line(running.output)
         if code:
-            said = f": {last}" if last else ""
+            said = f": {quoted(last)}" if last else ""
             logger.warning(f"export.command ended with {code} for {name}{said}")
             return
         if not (scores := _scores(last)):
@@ -133,10 +133,14 @@ class ExportCommand:
         model = running.model.relative_to(self._run_dir)
         self._metrics.write(
             ScoreEntry(
-                kind="score", step=running.step, model=f"{model}", scores=scores, seconds=seconds
+                kind="score",
+                step=running.step,
+                model=f"{model}",
+                scores={**scores},
+                seconds=seconds,
             )
         )
-        shown = ", ".join(f"{key} {value:g}" for key, value in scores.items())
+        shown = ", ".join(f"{quoted(key)} {value:g}" for key, value in scores.items())
         logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
 
     def _end(self, why: str) -> None:
@@ -153,21 +157,26 @@ class ExportCommand:
 
 
 def _last_line(output: Path) -> str:
-    """Return the last line of a command's output that is not blank."""
-    with output.open("rb") as file:
-        file.seek(max(0, output.stat().st_size - _LAST_BYTES))
-        lines = file.read().decode(errors="replace").split("\n")
+    """Return the last line of a command's output that is not blank; "" where it is not there."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:  # the command may have deleted it
+        return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _scores(line: str) -> dict[str, float | None]:
+def _scores(line: str) -> dict[str, float]:
     """Return the numbers of a line that is a JSON object of numbers alone, else nothing."""
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError):
+        is_object = isinstance(values, dict) and not any(map(_is_no_number, values.values()))
+        scores = {str(key): float(value) for key, value in values.items()} if is_object else {}
+    except (ValueError, RecursionError, OverflowError):
         return {}
-    if not isinstance(values, dict):
-        return {}
-    numbers = [v for v in values.values() if isinstance(v, int | float) and type(v) is not bool]
-    is_finite = all(map(math.isfinite, numbers)) and len(numbers) == len(values)
-    return {str(key): float(value) for key, value in values.items()} if is_finite else {}
+    return scores if all(map(math.isfinite, scores.values())) else {}
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, bool) or not isinstance(value, int | float)
