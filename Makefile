@@ -65,9 +65,7 @@ $(MODEL)/config.json: .venv/.weights
 setup: .venv/.installed
 
 demo: $(MODEL)/config.json
-	processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 2)'); \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
-	    train_fsdp.py --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
+	$(BIN)/shardtune train --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
 	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl --short $(SHORT)
 	$(BIN)/shardtune report $(RUN)
 

@@ -33,8 +33,7 @@ from shardtune.report.read_run import read_run
 
 RESULTS = REPOSITORY / "benchmarks/convergence.json"
 PAGE = REPOSITORY / "benchmarks/CONVERGENCE.md"
-STEPS = 44  # as the demo takes on two ranks
-ROWS = 2  # per step, as in the demo
+STEPS, ROWS = 44, 2  # an epoch, in rows of each step
 _SHORT_FOLDER = REPOSITORY / "runs/convergence-short"
 SHORT = {
     "steps": 2,
@@ -129,9 +128,14 @@ def tiny_experts(model: Path, folder: Path) -> Path:
 def start(
     variant: Variant, run_dir: Path, tiny: Path, options: Namespace
 ) -> subprocess.Popen[bytes]:
-    """Start a run of the demo's configuration with these settings."""
+    """Start a run of the demo's configuration with all of its chats and these settings."""
     data_ranks = variant.ranks // variant.settings.get("parallel.stages", 1)
+    chats = REPOSITORY / "examples/chats"
+    train = f"[{{path: {chats}/train.jsonl}}, {{path: {chats}/short_train.jsonl, weight: 3}}]"
     settings = {
+        "data.train": train,
+        "data.max_length": 512,
+        "optimizer.lr": 4e-4,
         "model.path": tiny if variant.is_tiny else options.model,
         "train.epochs": 99,
         "train.max_steps": options.steps,
@@ -211,11 +215,12 @@ def page(results: Results) -> str:
     text = f"""# Convergence
 
 Written by `python -m benchmarks convergence`, on CPUs. Each run takes {steps} steps of {ROWS} rows
-with the chats and settings of `examples/demo.yaml`, as the demo does on two ranks, and the settings
-below. Forward and backward are in bfloat16 where the CPU computes it natively. All see the same
-records in the same order. So replicas, stages and divided experts must lose what their reference
-loses, the same model on one rank. They do so within 1e-5 at the first step; later the rounding of
-bfloat16 grows with the steps. The tests compare them in float32, where they stay within 1e-6.
+of 512 tokens, with all chats of `examples/chats`, a learning rate of 4e-4, the other settings of
+`examples/demo.yaml`, and those below. Forward and backward are in bfloat16 where the CPU computes
+it natively. All see the same records in the same order. So replicas, stages and divided experts
+must lose what their reference loses, the same model on one rank. They do so within 1e-5 at the
+first step; later the rounding of bfloat16 grows with the steps. The tests compare them in float32,
+where they stay within 1e-6.
 
 ![Training loss of each run](CONVERGENCE.svg)
 

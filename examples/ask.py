@@ -47,7 +47,7 @@ def main() -> None:
     matches = []
     for name, path in (("Before: ", arguments.before), ("After:  ", after)):
         model = Model(str(path), torch.float32, options)
-        print(f"\n{name}{model.answer([prompt], 100)[0]}")
+        print(f"\n{name}{model.answer([prompt], 64)[0]}")
         matches.append(exact_matches(model, short))
     print(f"\nReference: {reference}\n")
     if short:

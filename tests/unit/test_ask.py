@@ -39,7 +39,7 @@ def greedy(folder: Path, prompt: str) -> str:
     ids = tokenizer(prompt)["input_ids"]
     start = len(ids)
     with torch.no_grad():
-        while len(ids) < start + 100 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
+        while len(ids) < start + 64 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip()
 
