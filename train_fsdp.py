@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from enum import Enum, auto
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def main() -> None:
         )
         with (
             context.metrics,  # closes its files and trackers
-            context.command,  # waits for export.command, or ends it
+            context.command.ended_by_errors(),
             collected_by_micro_batch(),  # all ranks collect garbage at the same places
             step_fits(world.layout),  # says which keys to change where memory runs out
             plan.compared(context.metrics),  # writes predicted and measured memory and time
@@ -86,9 +87,9 @@ def main() -> None:
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
-    model = write_final_model(last_checkpoint, config, assets, run.directory, world)
-    if model and context and world.is_main:
-        with context.command:
+    with context.command if context else nullcontext():  # waits for export.command
+        model = write_final_model(last_checkpoint, config, assets, run.directory, world)
+        if model and context:
             context.command.start(model, last_checkpoint.step)
 
 
@@ -128,6 +129,8 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
         if status is RunStatus.STOPPED:
             raise preempted(context, step.number, stop)
         began = time.perf_counter()  # neither evaluations nor saves are time of a step
+    if stop.received:  # amid the last step, so that nothing is left to stop but the command
+        context.command.give_up()
     assert last_checkpoint  # from the last step, or from the resume of a run without steps left
     return last_checkpoint
 

@@ -116,29 +116,46 @@ def test_a_command_that_fails_ends_nothing(code, said, folder):
     assert read_metrics(folder / "run", "score") == []
 
 
-def stop_while_it_runs(arguments: list[str]) -> None:
-    """Send this rank SIGTERM once the command has begun."""
+def end_while_it_runs(number: int, arguments: list[str]) -> None:
+    """Send this rank a signal once the command has begun."""
     launch = ExportCommand._launch
 
-    def launch_and_stop(self: ExportCommand, model: Path, step: int) -> None:
+    def launch_and_end(self: ExportCommand, model: Path, step: int) -> None:
         launch(self, model, step)
-        while not Path("pid").exists():
+        while not (pid := Path("pid")).exists() or not pid.read_text():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    ExportCommand._launch = launch_and_stop  # type: ignore[method-assign]
+    ExportCommand._launch = launch_and_end  # type: ignore[method-assign]
     run_script(arguments)
 
 
-def test_a_stop_ends_the_command_with_its_processes(folder):
-    code = "sleep 600 & echo $! > pid; wait"
-    given = ["run.dir=run", "train.max_steps=9", f"export.command={code}"]
-    arguments = ["--config", "config.yaml", *EVERY_STEP, *given]
-    done = on_ranks(1, stop_while_it_runs, arguments, cwd=folder)
-    assert done.returncode == 75 and "is ended for step_000000" in done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("number", "every", "code"),
+    [
+        (signal.SIGTERM, 1, 0),  # in the last step
+        (signal.SIGTERM, 2, 75),
+        (signal.SIGTERM, 0, 75),  # while the run waits for the command of model/
+        (signal.SIGKILL, 1, -signal.SIGKILL),
+    ],
+)
+def test_a_stop_ends_the_command_with_its_processes(number, every, code, folder):
+    given = ["run.dir=run", f"train.max_steps={4 if every == 2 else 2}"]
+    given += [
+        "export.command=sleep 600 & echo $! > pid; wait",
+        f"export.every_steps={every}",
+        "checkpoint.every_steps=1",
+    ]
+    arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, *given]
+    done = on_ranks(1, end_while_it_runs, number, arguments, cwd=folder)
+    assert done.returncode == code, done.stderr
     pid = (folder / "pid").read_text(encoding="utf-8").strip()
-    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True)
-    assert state.stdout.strip()[:1] in ("", "Z")
+    deadline, state = time.monotonic() + 20, "S"
+    while state not in ("", "Z") and time.monotonic() < deadline:
+        asked = ["ps", "-o", "stat=", "-p", pid]
+        state = subprocess.run(asked, capture_output=True, text=True).stdout.strip()[:1]
+        time.sleep(0.1)
+    assert state in ("", "Z")
 
 
 def test_of_commands_that_wait_the_newest_is_kept(tmp_path, caplog):

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,17 @@ from shardtune.training.observers.metrics import Metrics
 # The command is no rank, and must not take part in the run.
 _OF_RANKS = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
-    *("TORCH_NCCL_ASYNC", "JOIN_SECRET", "SHARDTUNE_"),
+    *("TORCH_NCCL_ASYNC", "JOIN_", "SHARDTUNE_", "NNODES", "NODE_RANK", "GPUS_PER_NODE"),
 )
-_END_S = 10.0  # between SIGTERM and SIGKILL
+# Runs the command, and ends its process group once the run has ended, however that ended.
+_SUPERVISOR = """
+import ctypes, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[2]):
+    os.killpg(0, signal.SIGKILL)
+sys.exit(subprocess.call(sys.argv[1], shell=True) & 255)
+"""
 _LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
 
 
@@ -39,10 +48,7 @@ class _Running(NamedTuple):
 
 
 class ExportCommand:
-    """Runs the command on rank 0. As a context it waits for commands at the end of the training.
-
-    After an error or a stop it ends the command's processes instead.
-    """
+    """Runs the command on rank 0. Leaving it as a context waits for commands, or ends them."""
 
     def __init__(self, command: str | None, run_dir: Path, timeout_s: float, metrics: Metrics):
         """`timeout_s`: the longest wait at the end."""
@@ -55,9 +61,25 @@ class ExportCommand:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is None:
-            self.finish()
-        self._end("the run ends")
+        try:
+            if error is None:
+                self._finish()
+        finally:  # a signal may end the wait
+            self._end("the run ends")
+
+    @contextlib.contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """End the command's processes where the training fails or is stopped."""
+        try:
+            yield
+        except BaseException:
+            self._end("the run ends")
+            raise
+
+    def give_up(self) -> None:
+        """End the command, and run it for no further model."""
+        self._end("a signal asks the run to stop")
+        self._command = None
 
     def models_in_use(self) -> Iterator[Path]:
         """Yield the models that a command reads, or waits for."""
@@ -84,7 +106,7 @@ class ExportCommand:
             (model, step), self._waiting = self._waiting, None
             self._launch(model, step)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait until all commands have ended, but no longer than the timeout."""
         deadline = time.monotonic() + self._timeout_s
         while self._running and time.monotonic() < deadline:
@@ -98,12 +120,14 @@ class ExportCommand:
         output = self._run_dir / "commands" / f"{model.name}.log"
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_RANKS)}
         environment |= {"SHARDTUNE_MODEL": str(model.resolve()), "SHARDTUNE_STEP": f"{step}"}
+        # Programs of the run's own Python are found, also if its environment is not active.
+        paths = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+        environment["PATH"] = os.pathsep.join(paths)
         try:
             output.parent.mkdir(exist_ok=True)
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    self._command,
-                    shell=True,
+                    [sys.executable, "-c", _SUPERVISOR, self._command, str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -149,11 +173,9 @@ class ExportCommand:
         if not running:
             return
         logger.warning(f"export.command is ended for {running.model.name}, since {why}")
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running.process.wait(_END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
 
 
 def _last_line(output: Path) -> str:
