@@ -66,7 +66,7 @@ setup: .venv/.installed
 
 demo: $(MODEL)/config.json
 	$(BIN)/shardtune train --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
-	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl --short $(SHORT)
+	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 18 --questions examples/chats/eval.jsonl --short $(SHORT)
 	$(BIN)/shardtune report $(RUN)
 
 rehearse: .venv/.installed

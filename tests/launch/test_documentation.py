@@ -248,12 +248,14 @@ def test_make_demo_trains_asks_and_reports(tmp_path, models):
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_the_demo_learns_what_the_readme_shows(tmp_path):
-    said = demo(f"RUN={tmp_path / 'demo'}", timeout_s=1500)
+    """In float32, whose figures the page has; a CPU with bfloat16 rounds more."""
+    settings = f"RUN={tmp_path / 'demo'} DEMO_ARGS=model.compute_dtype=float32"
+    said = demo(settings, timeout_s=1500)
     before, after = (
         float(re.findall(rf"^{name} Perplexity: ([\d.]+) ", said, re.MULTILINE)[0])
         for name in ("Baseline", "Eval")
     )
-    assert after < 0.6 * before
+    assert after < 0.7 * before
     (transcript,) = [text for text in blocks("text") if text.startswith("Baseline Perplexity: ")]
     shown = float(re.findall(r"^Eval Perplexity: ([\d.]+) ", transcript, re.MULTILINE)[0])
     assert after == pytest.approx(shown, rel=0.05), "another CPU rounds otherwise, by less"
