@@ -44,6 +44,7 @@ _ALL = [
     _card("A40", 48, 149.7, 0.696, _PCIE_4),
     _card("A100-40", 40, 312, 1.555, _PCIE_4, 300),
     _card("A100-80", 80, 312, 2.039, _PCIE_4, 300),
+    _card("A100-40 PCIe", 40, 312, 1.555, _PCIE_4),
     _card("A100 PCIe", 80, 312, 1.935, _PCIE_4),
     _card("L4", 24, 121, 0.300, _PCIE_4),
     _card("L40S", 48, 362, 0.864, _PCIE_4),
@@ -68,7 +69,7 @@ CARDS = {card.name: card for card in _ALL}
 _DEVICES = {
     "A100": "A100-80",
     "A100 40GB": "A100-40",
-    "A100 PCIE 40GB": "A100 PCIe",
+    "A100 PCIE 40GB": "A100-40 PCIe",
     "A800": "A100-80",
     "A800 40GB": "A100-40",
     "A800 PCIE": "A100 PCIe",
@@ -85,7 +86,7 @@ def card_named(name: str) -> Card:
         UserError: the name is not known; the message has the nearest names.
     """
     known = {_plain(other): card for other, card in CARDS.items()} | {"a100": CARDS["A100-80"]}
-    if card := known.get(_plain(name)) or card_of(name):
+    if card := card_of(name) or known.get(_plain(name)):
         return card
     near = difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.5)
     near.sort(key=lambda key: key not in _plain(name) and _plain(name) not in key)
@@ -109,4 +110,4 @@ def card_of(device_name: str) -> Card | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|generation|sxm\d?|(?<=\s)\d+gb|gb$|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|geforce|generation|sxm\d?|(?<=\s)\d+gb$|gb$|[^a-z0-9]", "", name.lower())

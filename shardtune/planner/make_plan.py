@@ -283,8 +283,9 @@ def _kernel_seconds(measured: Measured | None, plan: Plan) -> float | None:
     gathered_bytes = inside["all-gather"] + inside["reduce-scatter"]
     is_hidden = not plan.has_experts or layout.expert > 1
     # Blocks wait for the rows that ranks of `tensor` gather, and for their sums.
-    rows_s = plan.rows_bytes * (1 - 1 / layout.tensor) / gpu.gather_bytes_per_s
-    return with_gathers(kernels_s + rows_s, gathered_bytes, gpu, is_hidden)
+    rows_bytes = plan.rows_bytes * (1 - 1 / layout.tensor)
+    rows_s = rows_bytes / gpu.gather_bytes_per_s
+    return with_gathers(kernels_s + rows_s, gathered_bytes - rows_bytes, gpu, is_hidden)
 
 
 def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tuple[int, ...]]]:
@@ -305,10 +306,10 @@ def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tup
 
 
 def _count_flops(model: PreTrainedModel, rows: int, length: int) -> list[float | None]:
-    """Return the FLOPs of a step of full rows and of its forward; None if not known."""
+    """Return the FLOPs of a step of full rows, and of all layers' forward; None if not known."""
     try:
         flops = count_flops(model)
     except NotCounted:
         return [None, None]
     lengths, trained = np.full(rows, length), rows * (length - 1)
-    return [flops.per_step(lengths, trained), flops.forward(lengths, trained)]
+    return [flops.per_step(lengths, trained), flops.forward(lengths, 0)]

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ _UNITS = {
 }
 _UNITS["time"]["days of training"] = 86400.0
 _SMOOTHED_FROM = 100  # steps
+_MOST_SCORES = 20
 PHASE_NAMES = {"waiting": "waiting in collectives"}  # other phases have the names of `Phase`
 
 
@@ -186,14 +188,15 @@ def _perplexity(runs: Sequence[RunRecord]) -> Chart:
 def _scores(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """Yield a chart for each number that `export.command` has printed."""
     entries = [run.of_kind("score") for run in runs]
-    for name in dict.fromkeys(name for of_run in entries for e in of_run for name in e["scores"]):
+    names = dict.fromkeys(name for of_run in entries for e in of_run for name in e["scores"])
+    for i, name in enumerate(islice(names, _MOST_SCORES)):
         curves = []
         for number, (run, of_run) in enumerate(zip(runs, entries, strict=True)):
             scored = sorted((e for e in of_run if name in e["scores"]), key=lambda e: e["step"])
             y = np.array([e["scores"][name] for e in scored], float)
             x = run.positions(np.array([e["step"] for e in scored], float))
             curves.append(Curve(_label(run, runs, ""), x, y, number, has_markers=True))
-        slug = re.sub(r"\W+", "-", name)
+        slug = f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:40]}-{i}"
         note = "Printed by export.command for the models of steps, and for the final one."
         yield Chart(f"score-{slug}", f"Score: {name}", name, note, curves)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -88,7 +89,7 @@ def _themed_svg(figure: Figure, title: str) -> str:
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
     text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
     names = {TEXT: "text", GRID: "grid", PAGE: "page"}
     names |= {light: f"colour-{i}" for i, (light, _) in enumerate(COLOURS)}
     return re.sub(

@@ -19,6 +19,8 @@ from shardtune.errors import UserError
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
         ("l40s 48GB", "L40S"),
+        ("A100 40GB", "A100-40"),
+        ("A100 SXM4 40GB", "A100-40"),
     ],
 )
 def test_a_card_is_found_however_its_name_is_written(name, card):
@@ -40,7 +42,7 @@ def test_an_unknown_card_is_refused_with_the_nearest_names():
         ("NVIDIA A100-SXM4-40GB", "A100-40"),
         ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
         ("NVIDIA A10G", "A10G"),
-        ("NVIDIA A100-PCIE-40GB", "A100 PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40 PCIe"),
         ("NVIDIA H800 PCIe", "H100 PCIe"),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),

@@ -248,8 +248,15 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
 def test_samples_and_scores_are_shown(tmp_path, capsys):
     asked = {"prompt": "<b>which rank ?</b>", "answer": "node 1", "reference": "node 0"}
     entries = [{"kind": "sample", "step": step, **asked} for step in (10, 20)]
+    bad = '" onmouseover="alert(1)'
     entries += [
-        {"kind": "score", "step": step, "model": "m", "seconds": 1.0, "scores": {"exact match": n}}
+        {
+            "kind": "score",
+            "step": step,
+            "model": "m",
+            "seconds": 1.0,
+            "scores": {"exact match": n, bad: 1},
+        }
         for step, n in ((10, 3), (20, 8))
     ]
     folder = write_run(tmp_path)
@@ -258,5 +265,5 @@ def test_samples_and_scores_are_shown(tmp_path, capsys):
     assert run(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("&lt;b&gt;which rank ?&lt;/b&gt;") == 1, "those of the last step"
-    assert "Score: exact match" in page
-    assert (folder / "report_figures/score-exact-match.png").exists()
+    assert "Score: exact match" in page and f'label="Score: {bad}' not in page
+    assert (folder / "report_figures/score-exact-match-0.png").exists()

@@ -34,7 +34,7 @@ class Estimate:
     traffic: Sequence[Counter[Collective]]  # bytes per step of the first rank of each stage
     host_link: HostLink
     step_flops: float | None  # without recomputation; None if not known
-    forward_flops: float | None  # of these
+    forward_flops: float | None  # of these, without the head
     rows_bytes: int  # gathered and scattered by ranks of `tensor` in a step
     # Values of keys that differ from the configured run's, and their price in words.
     values: Mapping[str, Any] = field(default_factory=dict)

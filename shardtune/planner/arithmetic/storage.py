@@ -103,7 +103,9 @@ def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int
     # A better model is written to best/ before the last one is deleted.
     export = config.export
     models = export.final + 2 * config.eval.keep_best
-    models += (1 + export.keep) * (export.every_steps > 0)
+    # A command may read one more.
+    of_steps = 1 + export.keep + (export.command is not None)
+    models += of_steps * (export.every_steps > 0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     others = sum(p.numel() for p in model.parameters()) - trained
     if config.lora.rank is None:

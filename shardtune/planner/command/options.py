@@ -65,7 +65,7 @@ def _numbers(text: str) -> list[int]:
             f"{text} is not a number of nodes - write a whole number from 1 on, or several with "
             "commas for a table: --nodes 1,2,4"
         )
-    return [int(part) for part in parts]
+    return [*dict.fromkeys(map(int, parts))]
 
 
 def read_run_config(options: argparse.Namespace) -> Config:
@@ -103,7 +103,7 @@ def split_runs(options: argparse.Namespace) -> list[argparse.Namespace]:
     """
     configs, assignments = [options.config], list(options.assignments)
     if options.config is None:
-        models = [word for word in assignments if "=" not in word]
+        models = [*dict.fromkeys(word for word in assignments if "=" not in word)]
         if not models:
             raise UserError(
                 "neither a configuration nor one model is given - write --config FILE, or a MODEL: "
@@ -144,34 +144,3 @@ def card_of_options(options: argparse.Namespace) -> Card:
 
 def _given(options: argparse.Namespace, name: str) -> float | None:
     return vars(options).get(name[2:].replace("-", "_"))
-
-
-def split_nodes(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the arguments for each number of nodes.
-
-    Without --config, the word that is not an assignment is the model.
-
-    Raises:
-        UserError: neither a file nor a model is given, or several models.
-    """
-    assignments, config = list(options.assignments), options.config
-    if config is None:
-        models = [word for word in assignments if "=" not in word]
-        if len(models) > 1:
-            raise UserError(
-                f"{len(models)} models are given: {', '.join(models)} - name one, and write "
-                "settings as section.key=value"
-            )
-        if not models:
-            raise UserError(
-                "neither a configuration nor one model is given - write --config FILE, or a MODEL: "
-                "a hub id or a folder with a config.json"
-            )
-        assignments.remove(models[0])
-        config = {
-            "model.path": models[0],
-            "model.activation_checkpointing": "full",
-            "data.train": "-",
-        }
-    given = vars(options) | {"config": config, "assignments": assignments}
-    return [argparse.Namespace(**given | {"nodes": nodes}) for nodes in options.nodes]

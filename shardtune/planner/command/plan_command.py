@@ -145,10 +145,11 @@ def _require_fitting_files(path: str) -> None:
 def machine_of(options: argparse.Namespace, config: Config) -> Machine:
     """Return the machine of `options`.
 
-    Without `--gpu` it has the rates that a preflight measured in run.dir.
+    It has the rates that a preflight measured in run.dir, with `--gpu` that of the network alone.
     """
     nodes, ranks = options.nodes, options.gpus_per_node
-    measured = read_measured(Path(config.run.dir), nodes, 0 if options.gpu else ranks)
+    measured = read_measured(Path(config.run.dir), nodes, ranks)
+    is_own = options.gpu is None  # a named card has rates of its own
     if measured.ranks:
         print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
     card, nic = card_of_options(options), options.nic_gbps
@@ -157,9 +158,10 @@ def machine_of(options: argparse.Namespace, config: Config) -> Machine:
         ranks_per_node=ranks,
         memory_bytes=card.memory_bytes,
         node_bytes_per_s=(nic is None and measured.node_bytes_per_s) or (nic or NIC_GBPS) * 1e9 / 8,
-        rank_bytes_per_s=(options.nvlink_gbps is None and measured.rank_bytes_per_s)
+        rank_bytes_per_s=(is_own and options.nvlink_gbps is None and measured.rank_bytes_per_s)
         or card.link_bytes_per_s,
-        flops_per_s=(options.gpu_tflops is None and measured.flops_per_s) or card.flops_per_s,
+        flops_per_s=(is_own and options.gpu_tflops is None and measured.flops_per_s)
+        or card.flops_per_s,
         host_bytes=options.host_memory * 1e9,
         card=card,
     )

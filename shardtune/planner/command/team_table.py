@@ -17,7 +17,7 @@ from shardtune.planner.command.plan_command import (
     read_planned_config,
     require_runnable,
 )
-from shardtune.planner.command.text import assumed, hours, is_tight, money_text, spread, table
+from shardtune.planner.command.text import assumed, hours, is_tight, number_text, spread, table
 from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.mesh import with_values
@@ -71,7 +71,9 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
         print(_line(head, question, plan), flush=True)
         if not plan and options.nodes == runs[-1].nodes:
             lines += _from_more_nodes(question, len(models) > 1)
-    print(*lines, *_assumptions(search.plan, runs[0]), sep="\n")
+    print(
+        *lines, *_assumptions([question.search.plan for question in questions], runs[0]), sep="\n"
+    )
     if not fits:
         raise DoesNotFit(f"nothing of {', '.join(models)} fits - take more or larger GPUs")
 
@@ -139,7 +141,7 @@ def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str
         length = run_length(run.config, run.layout, options.tokens) if about_s else ""
         taken = hours(about_s, run, length) if about_s else 0.0
         money = (options.price or 0.0) * taken * run.machine.ranks
-        more = [f"{taken:,.3g}", money_text(money)] if about_s else ["-", "-"]
+        more = [number_text(taken), number_text(money)] if about_s else ["-", "-"]
         cells += more[: 1 + bool(options.price)]
     return [*table(head, [[*cells, " ".join(mesh_arguments(run))]])][1]
 
@@ -158,16 +160,17 @@ def _from_more_nodes(question: _Question, is_one_of_many: bool) -> Iterator[str]
         )
 
 
-def _assumptions(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
-    config = plan.config
+def _assumptions(plans: Sequence[Plan], options: argparse.Namespace) -> Iterator[str]:
+    config = plans[0].config
     checkpointing = config.model.activation_checkpointing
     yield (
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
         f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"
     )
-    yield f"A plan of a row's settings has its memory by phase. tokens/s about: {spread(plan)}"
+    yield "A plan of a row's settings has its memory by phase, and how tokens/s about are made"
+    yield from dict.fromkeys(f"tokens/s about: {spread(plan)}" for plan in plans)
     if options.tokens:
         yield f"Hours and price are of {options.tokens:,.0f} tokens"
     elif options.price:
         yield "Hours and price are of the data, or of 1e9 tokens where it is not on this machine"
-    yield assumed(plan.machine)
+    yield assumed(plans[0].machine)

@@ -89,7 +89,7 @@ def describe(plan: Plan, length: RunLength | str = "", price: float | None = Non
 def _about(plan: Plan) -> Iterator[str]:
     if plan.about_s is None:
         return
-    seconds = f"{plan.about_s:.2g}" if plan.about_s < 10 else f"{plan.about_s:.0f}"
+    seconds = number_text(plan.about_s)
     yield f"A step takes about {seconds} s, {spread(plan)}"
 
 
@@ -152,9 +152,9 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def _hours(plan: Plan, length: RunLength | str) -> str:
-    least = f"at least {hours(plan.floor_s, plan, length):.3g} h"
+    least = f"at least {number_text(hours(plan.floor_s, plan, length))} h"
     if plan.about_s:
-        least += f", about {hours(plan.about_s, plan, length):.3g} h"
+        least += f", about {number_text(hours(plan.about_s, plan, length))} h"
     if isinstance(length, str):
         line = f"1e9 tokens take {least}, in steps of {plan.step_tokens:,} tokens"
         return f"{line}; hours for the run are not known, since {length}" if length else line
@@ -171,12 +171,13 @@ def hours(step_s: float, run: Estimate, length: RunLength | str) -> float:
 def _cost(plan: Plan, length: RunLength | str, price: float) -> str:
     gpu_hours = plan.machine.ranks * hours(plan.about_s or plan.floor_s, plan, length)
     word = "about" if plan.about_s else "at least"
-    cost = f"{word} {money_text(price * gpu_hours)}, for {gpu_hours:,.3g} GPU hours"
+    cost = f"{word} {number_text(price * gpu_hours)}, for {number_text(gpu_hours)} GPU hours"
     return f"At {price:g} a GPU hour that costs {cost}"
 
 
-def money_text(money: float) -> str:
-    return f"{money:,.0f}" if money >= 10 else f"{money:.3g}"
+def number_text(number: float) -> str:
+    """Return a number with three digits or more."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _storage(plan: Plan) -> Iterator[str]:

@@ -23,10 +23,12 @@ from shardtune.metrics_schema import ScoreEntry
 from shardtune.training.observers.metrics import Metrics
 
 # The command is no rank, and must not take part in the run.
-_OF_RANKS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
-    *("TORCH_NCCL_ASYNC", "JOIN_", "SHARDTUNE_", "NNODES", "NODE_RANK", "GPUS_PER_NODE"),
-)
+_OF_RANKS = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "NNODES", "NODE_RANK", "GPUS_PER_NODE"),
+    "OMP_NUM_THREADS",  # a rank's, one of many on its node
+}
+_OF_THE_LAUNCH = ("MASTER_", "TORCHELASTIC_", "TORCH_", "JOIN_", "SHARDTUNE_", "NCCL_", "GLOO_")
 # Runs the command, and ends its process group once the run has ended, however that ended.
 _SUPERVISOR = """
 import ctypes, os, signal, subprocess, sys
@@ -118,7 +120,11 @@ class ExportCommand:
     def _launch(self, model: Path, step: int) -> None:
         assert self._command
         output = self._run_dir / "commands" / f"{model.name}.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_RANKS)}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _OF_RANKS and not name.startswith(_OF_THE_LAUNCH)
+        }
         environment |= {"SHARDTUNE_MODEL": str(model.resolve()), "SHARDTUNE_STEP": f"{step}"}
         # Programs of the run's own Python are found, also if its environment is not active.
         paths = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
@@ -141,6 +147,8 @@ class ExportCommand:
         logger.info(f"export.command runs for {model.name}, its output goes to {output}")
 
     def _take_score(self, running: _Running) -> None:
+        with contextlib.suppress(ProcessLookupError):  # what the command has left behind
+            os.killpg(running.process.pid, signal.SIGKILL)
         name, code = running.model.name, running.process.returncode
         last = _last_line(running.output)
         if code:

@@ -110,6 +110,8 @@ def scalars(entry: Entry) -> dict[str, float]:
     prefix = {"step": "train", "eval": f"eval/{entry['set']}" if "set" in entry else "eval"}
     if kind == "experts":
         entry = _over_layers(entry["layers"])
+    if kind == "score":
+        entry = entry["scores"]
     return {
         f"{prefix.get(kind, kind)}/{name}": value
         for name, value in entry.items()
