@@ -78,7 +78,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
     (copy / "mine.jsonl").write_text(blocks("json")[0], encoding="utf-8")
     # A plan needs the model's config.json alone: a folder stands for the hub.
     shutil.copytree(REPOSITORY / "tests/data/configs/glm-4.5-air", copy / "zai-org/GLM-4.5-Air")
-    (text,) = blocks("yaml")
+    (text,) = [block for block in blocks("yaml") if block.startswith("model:")]
     (copy / "mine.yaml").write_text(text, encoding="utf-8")
     return copy
 
