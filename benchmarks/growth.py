@@ -117,8 +117,8 @@ def _agree(ranks: int) -> int:
 
     def agree(store: Store, rank: int) -> None:
         meshes, progress = alone
-        of_all: Any = store
-        World(rank, Layout(ranks), 0, 1, 0, cpu, meshes, of_all, progress).all_gather_json(rank)
+        shared: Any = store
+        World(rank, Layout(ranks), 0, 1, 0, cpu, meshes, shared, progress).all_gather_json(rank)
 
     return _on_ranks(ranks, agree)
 
@@ -150,11 +150,11 @@ def _manifest(ranks: int, folder: Path) -> tuple[int, int]:
         model = build_text_model(AutoConfig.from_pretrained(CONFIGS / "llama-3-8b"))
     kinds = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     names = [f"{kind}.{name}" for kind in kinds for name, _ in model.named_parameters()]
-    slices = {name: torch.zeros(1, 4) for name in names}  # of so many rows as ranks
+    slices = {name: torch.zeros(1, 4) for name in names}  # a row for each rank
     offsets = dict.fromkeys(names, (0, 0))
     report = saver._write_rank_file(folder / rank_file(0), slices, offsets)
 
-    def of_rank(rank: int) -> dict[str, Any]:
+    def report_of(rank: int) -> dict[str, Any]:
         place = {"offsets": [rank, 0], "file": rank_file(rank)}
         chunks = {name: {**chunk, **place} for name, chunk in report["chunks"].items()}
         return {**report, "chunks": chunks, "assets": {}}
@@ -163,7 +163,7 @@ def _manifest(ranks: int, folder: Path) -> tuple[int, int]:
     hosts = [{"node": r // RANKS_PER_NODE, "host": "host"} for r in range(ranks)]
     mesh = SimpleNamespace(mesh_dim_names=("shard",), shape=(ranks,))
     world: Any = SimpleNamespace(size=ranks, mesh=mesh)
-    reports, state = [of_rank(rank) for rank in range(ranks)], {"step": 1, "config": {}}
+    reports, state = [report_of(rank) for rank in range(ranks)], {"step": 1, "config": {}}
     manifest = build_manifest(reports, whole, {}, state, hosts, world)
     entries = sum(len(entry["chunks"]) for entry in manifest["tensors"].values())
     return entries, len(json.dumps(manifest))
@@ -195,13 +195,13 @@ async def _agents(nodes: int) -> tuple[int, int, int, int]:
     first, *others = controls
     for other in others:
         here, there = (asyncio.StreamReader(limit=LONGEST_BYTES) for _ in range(2))
-        of_first, of_other = (
-            Peer(reader, cast(Any, Wire(others_reader, sent)))
-            for reader, others_reader in ((here, there), (there, here))
-        )
-        of_first.hello, of_other.hello = other.me, first.me
-        first.add(of_first)
-        other.add(of_other)
+        for control, peer, reader, writes_to in (
+            (first, other, here, there),
+            (other, first, there, here),
+        ):
+            connection = Peer(reader, cast(Any, Wire(writes_to, sent)))
+            connection.hello = peer.me
+            control.add(connection)
     for control in controls:
         control.nodes = [each.me for each in controls]
     place = {"ip": "10.11.7.50", "port": 40000, "mtu": "enp26s0np0 9000"}

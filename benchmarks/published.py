@@ -57,9 +57,9 @@ choices of the program that ran: its logits, its checkpointing, what it keeps ga
 has all settings, sources and causes, and says which runs are the best.
 """
 _UNITS = """
-Rows×tokens are of a micro-batch; bfloat16: masters and moments, too. GB: all that PyTorch reserved,
-else tensors; * adjusted by arithmetic. Seconds: kernels of eager layers and gathers of mixtures,
-without the network.
+Rows×tokens are of a micro-batch; bfloat16: masters and moments, too. GB: all that PyTorch
+reserved, else tensors; * adjusted by arithmetic. Seconds: kernels of eager layers and gathers of
+mixtures, without the network.
 """
 _COLUMNS = ("run", "model", "GPUs", "rows", "checkpointing", "layers")
 _COLUMNS += ("GB", "planned", "ratio", "s", "planned", "ratio")

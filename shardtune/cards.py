@@ -4,7 +4,7 @@ Sources: NVIDIA's data sheets of each card (A10, A40, A100, H100, H200, L4, L40S
 RTX 6000 Ada, RTX PRO 6000) and the architecture papers of GeForce cards, whose products
 accumulate in float32. A data sheet's figure with sparsity is halved, a link's sum of both
 directions too. Cards without NVLink have PCIe's rate: of 32 and 64 GB/s of version 4 and 5 with 16
-lanes a copy reaches about 25 and 50.
+lanes a copy reaches about 25 and 50. Grace and its GPU share 450 GB/s (NVLink-C2C).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def card_of(device_name: str) -> Card | None:
     """Return the card of a device, such as NVIDIA H100 80GB HBM3, or None if it is not known."""
     words = set(re.split(r"[\s-]+", device_name.lower()))
     names = {name: name for name in CARDS} | _DEVICES
-    # RTX PRO 6000 is more than one device, and A100-40 is no device's name.
+    # Two devices share the words RTX PRO 6000, so the table names the faster one by a third word.
     fitting = [name for name in names if words.issuperset(name.lower().split())]
     fitting = [name for name in fitting if name != "RTX PRO 6000"]
     if not fitting or words & _OTHER_DEVICES:

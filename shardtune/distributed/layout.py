@@ -288,7 +288,7 @@ class Layout:
         return ""
 
     def _nearest_tensor(self, ranks: int, nodes_of_ranks: Sequence[int]) -> int:
-        """Return the nearest divisor of `ranks` that is no larger and stays within nodes."""
+        """Return the largest divisor of `ranks` up to `tensor` whose groups stay within nodes."""
         degrees = (n for n in range(1, self.tensor + 1) if ranks % n == 0)
         return max(n for n in degrees if not _crosses_nodes(nodes_of_ranks, n))
 

@@ -121,7 +121,7 @@ def _uncut(model: PreTrainedModel) -> str:
     for name, module in model.named_modules():
         is_left = module not in inside or "expert" in name or name in cut
         if not is_left and plan.get(name, _REPLICATED) != _REPLICATED:
-            return f"has the rule {plan[name]} for {name}, which is not known here"
+            return f"has the unknown rule {plan[name]} for {name}"
     blocks = {model.get_submodule(name.rpartition(".")[0]) for name in cut}
     return "" if blocks.issuperset(attention_layers(model)) else "leaves attention whole"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -83,14 +83,11 @@ def build_train_context(
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     metrics = open_metrics(run)
     run_state = state_of_run(run, model_config, assets, data, policy)
+    live = partial(
+        LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
+    )
+    exports = open_exports(run, live, metrics, schedule, has_eval_data=bool(data.eval))
     timeout_s = config.distributed.save_timeout_s
-    shell_command = config.export.command if world.is_main else None
-    command = ExportCommand(shell_command, run.directory.path, timeout_s, metrics)
-    live = None
-    if config.export.every_steps or (config.eval.keep_best and data.eval):
-        of_model = model, optimizer, whole, assets, run_state
-        live = LiveModel(run.directory, config, *of_model, world)
-    best = open_best(run, live, metrics) if data.eval and live else None
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
     )
@@ -115,11 +112,11 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
-            open_step_export(run, live, command, schedule),
+            exports.observer,
         ],
         saver=saver,
-        best=best,
-        command=command,
+        best=exports.best,
+        command=exports.command,
         run_state=run_state,
     )
 
@@ -196,25 +193,38 @@ def take_over_metrics(run: Run) -> None:
         durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
 
 
-def open_best(run: Run, live: LiveModel, metrics: Metrics) -> Best | None:
-    """Return the keeper of the best model where `eval.keep_best` asks for one."""
-    if not run.config.eval.keep_best:
-        return None
-    best = Best(run.directory, live, run.world)
-    if run.resumed and (kept := best.resume(run.resumed)):
-        metrics.write(kept)  # in place of the line that the resume has dropped
-    return best
+class Exports(NamedTuple):
+    """What writes models while the run trains, and what runs on them."""
+
+    best: Best | None  # with eval.keep_best
+    command: ExportCommand
+    observer: StepExport
 
 
-def open_step_export(
-    run: Run, live: LiveModel | None, command: ExportCommand, schedule: Schedule
-) -> StepExport:
-    """Return the observer that writes the models of steps, and asks after the command."""
-    export, models = run.config.export, None
-    if live and export.every_steps:
-        in_use = command.models_in_use
-        models = StepModels(run.directory, live, export.keep, in_use, run.world)
-    return StepExport(models, command, schedule, export.every_steps)
+def open_exports(
+    run: Run,
+    live_model: Callable[[], LiveModel],
+    metrics: Metrics,
+    schedule: Schedule,
+    has_eval_data: bool,
+) -> Exports:
+    """Open what the configuration asks for. `live_model` is called if models are written."""
+    config, world = run.config, run.world
+    shell_command = config.export.command if world.is_main else None  # once a run
+    timeout_s = config.distributed.save_timeout_s
+    command = ExportCommand(shell_command, run.directory.path, timeout_s, metrics)
+    every, keeps_best = config.export.every_steps, config.eval.keep_best and has_eval_data
+    best = models = None
+    if every or keeps_best:
+        live = live_model()
+        if keeps_best:
+            best = Best(run.directory, live, world)
+            if run.resumed and (kept := best.resume(run.resumed)):
+                metrics.write(kept)  # in place of the line that the resume has dropped
+        if every:
+            in_use = command.models_in_use
+            models = StepModels(run.directory, live, config.export.keep, in_use, world)
+    return Exports(best, command, StepExport(models, command, schedule, every))
 
 
 def prepare_forward(

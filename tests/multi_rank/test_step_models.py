@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import signal
 import subprocess
@@ -12,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from helpers.commands import finish, read_metrics
-from helpers.ranks import on_ranks, run_script, train
+from helpers.ranks import train, world_of
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 
 from shardtune.__main__ import run
@@ -116,61 +115,57 @@ def test_a_command_that_fails_ends_nothing(code, said, folder):
     assert read_metrics(folder / "run", "score") == []
 
 
-def end_while_it_runs(number: int, arguments: list[str]) -> None:
-    """Send this rank a signal once the command has begun."""
-    launch = ExportCommand._launch
-
-    def launch_and_end(self: ExportCommand, model: Path, step: int) -> None:
-        launch(self, model, step)
-        while not (pid := Path("pid")).exists() or not pid.read_text():
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    ExportCommand._launch = launch_and_end  # type: ignore[method-assign]
-    run_script(arguments)
-
-
 @pytest.mark.parametrize(
     ("number", "every", "code"),
     [
-        (signal.SIGTERM, 1, 0),  # in the last step
         (signal.SIGTERM, 2, 75),
         (signal.SIGTERM, 0, 75),  # while the run waits for the command of model/
-        (signal.SIGKILL, 1, -signal.SIGKILL),
+        (signal.SIGKILL, 2, -signal.SIGKILL),
     ],
 )
-def test_a_stop_ends_the_command_with_its_processes(number, every, code, folder):
-    given = ["run.dir=run", f"train.max_steps={4 if every == 2 else 2}"]
-    given += [
-        "export.command=sleep 600 & echo $! > pid; wait",
-        f"export.every_steps={every}",
-        "checkpoint.every_steps=1",
-    ]
-    arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, *given]
-    done = on_ranks(1, end_while_it_runs, number, arguments, cwd=folder)
+def test_a_run_that_ends_early_ends_the_command_with_its_processes(number, every, code, folder):
+    # The parent of the shell runs the command for the rank, its own parent.
+    ends_rank = f"kill -{int(number)} $(ps -o ppid= -p $PPID)"
+    given = [f"export.command=sleep 600 & echo $! > pid; {ends_rank}; wait", "run.dir=run"]
+    given += [f"export.every_steps={every}", "export.keep=99", "checkpoint.every_steps=2"]
+    given += ["train.max_steps=90" if every else "train.max_steps=1", "train.epochs=99"]
+    done = train(1, *SETTINGS, *CONSTANT, *given, cwd=folder)
     assert done.returncode == code, done.stderr
-    pid = (folder / "pid").read_text(encoding="utf-8").strip()
+    assert_ended(folder / "pid")
+
+
+def test_where_a_signal_comes_in_the_last_step_no_command_is_waited_for(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl", world_of(0, 1, dist.HashStore()), None)
+    pid, model = tmp_path / "pid", tmp_path / "model"
+    model.mkdir()
+    with ExportCommand(f"sleep 600 & echo $! > {pid}; wait", tmp_path, 600, metrics) as commands:
+        commands.start(model, 1)
+        while not pid.exists() or not pid.read_text():
+            time.sleep(0.05)
+        commands.give_up()
+        commands.start(model, 2)
+        assert not [*commands.models_in_use()]
+    assert_ended(pid)
+
+
+def assert_ended(file: Path) -> None:
+    """Expect that the process whose id is in `file` ends within 20 s."""
+    asked = ["ps", "-o", "stat=", "-p", file.read_text(encoding="utf-8").strip()]
     deadline, state = time.monotonic() + 20, "S"
     while state not in ("", "Z") and time.monotonic() < deadline:
-        asked = ["ps", "-o", "stat=", "-p", pid]
         state = subprocess.run(asked, capture_output=True, text=True).stdout.strip()[:1]
         time.sleep(0.1)
     assert state in ("", "Z")
 
 
 def test_of_commands_that_wait_the_newest_is_kept(tmp_path, caplog):
-    class NoMetrics:
-        def write(self, *entries: object) -> None:
-            written.extend(entries)
-
-    written: list[object] = []
+    metrics = Metrics(tmp_path / "metrics.jsonl", world_of(0, 1, dist.HashStore()), None)
     code = 'sleep 0.3; echo \'{"a": 1, "b": 2.5}\''
-    metrics: Metrics = NoMetrics()  # type: ignore[assignment]
     with caplog.at_level("INFO"), ExportCommand(code, tmp_path, 60, metrics) as commands:
         for step in (1, 2, 3):
             model = tmp_path / f"step_{step}"
             model.mkdir()
             commands.start(model, step)
         assert [model.name for model in commands.models_in_use()] == ["step_1", "step_3"]
-    assert [json.loads(json.dumps(entry))["step"] for entry in written] == [1, 3]
+    assert [entry["step"] for entry in read_metrics(tmp_path, "score")] == [1, 3]
     assert "step_2 is skipped for step_3" in caplog.text

@@ -182,7 +182,7 @@ def quantisation_of(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any
 
 
 def method_of(quantisation: Mapping[str, Any]) -> str:
-    """Return the name of a way of quantising: of ModelOpt, which has several, the algorithm's."""
+    """Return the name of the quantisation method, for ModelOpt the name of its algorithm."""
     return str(quantisation.get("quant_algo") or quantisation.get("quant_method") or "")
 
 

@@ -52,7 +52,7 @@ def gpu_of(card: Card) -> Gpu:
     peak = card.flops_per_s
     if peak < _HOPPER_FLOPS_PER_S:
         return Gpu(card, 220 / 312 * peak, 190 / 312 * peak, 150 / 312 * peak)
-    # FlashAttention-2 is no faster on a later card, which it does not know either.
+    # FlashAttention-2 uses the instructions of Ampere, so later cards run it at H100's rate.
     of_h100 = min(1, peak / 989e12)
     return Gpu(card, 650 / 989 * peak, 350e12 * of_h100, 270e12 * of_h100)
 
