@@ -6,6 +6,7 @@ python examples/fetch_model.py models/SmolLM2-135M-Instruct
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import shutil
@@ -28,9 +29,13 @@ def main(out: Path) -> None:
     folder = str(Path(package.origin).parent)
     print(f"Converting {FILE} to {out} ...", flush=True)
     # Not above: help needs none of it.
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
+    # transformers makes these again in each of its steps, which takes 15 seconds.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
