@@ -106,12 +106,16 @@ def test_of_adapters_the_adapter_is_written(folder):
             "its last line for {} is no JSON object of numbers",
         ),
         ("import time; time.sleep(999)", "is ended for {}, since it took longer than"),
+        (
+            "import sys, time; sys.stdout.truncate(1 << 31); time.sleep(999)",
+            "is ended for {}, since its output run/commands/{}.log is larger than",
+        ),
     ],
 )
 def test_a_command_that_fails_ends_nothing(code, said, folder):
     given = ["run.dir=run", "train.max_steps=1", "distributed.save_timeout_s=3"]
     done = train(1, *SETTINGS, *CONSTANT, *given, command(code), cwd=folder)
-    assert said.format("model") in finish(done)
+    assert said.replace("{}", "model") in finish(done)
     assert read_metrics(folder / "run", "score") == []
 
 

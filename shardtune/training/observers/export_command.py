@@ -39,6 +39,7 @@ if os.getppid() != int(sys.argv[2]):
 sys.exit(subprocess.call(sys.argv[1], shell=True) & 255)
 """
 _LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
+_MOST_BYTES = 1 << 30  # of the output, which shares the disk with the checkpoints
 
 
 class _Running(NamedTuple):
@@ -101,6 +102,8 @@ class ExportCommand:
 
     def poll(self) -> None:
         """Take the score of a command that has ended, and start the one that waits."""
+        if self._running and _size(self._running.output) > _MOST_BYTES:
+            self._end(f"its output {self._running.output} is larger than {_MOST_BYTES:,} bytes")
         if self._running and self._running.process.poll() is not None:
             running, self._running = self._running, None
             self._take_score(running)
@@ -177,10 +180,12 @@ class ExportCommand:
 
     def _end(self, why: str) -> None:
         """End the command that runs, with all of its processes."""
-        running, self._running, self._waiting = self._running, None, None
+        running, waiting = self._running, self._waiting
+        self._running = self._waiting = None
         if not running:
             return
-        logger.warning(f"export.command is ended for {running.model.name}, since {why}")
+        skipped = f", and not run for {waiting[0].name}" if waiting else ""
+        logger.warning(f"export.command is ended for {running.model.name}{skipped}, since {why}")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.process.pid, signal.SIGKILL)
         running.process.wait()
@@ -190,11 +195,19 @@ def _last_line(output: Path) -> str:
     """Return the last line of a command's output that is not blank; "" where it is not there."""
     try:
         with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - _LAST_BYTES))
+            file.seek(max(0, _size(output) - _LAST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-    except OSError:  # the command may have deleted it
+    except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _size(output: Path) -> int:
+    """Return the bytes of a command's output; 0 where it is not there."""
+    try:
+        return output.stat().st_size
+    except OSError:  # the command may have deleted it
+        return 0
 
 
 def _scores(line: str) -> dict[str, float]:
