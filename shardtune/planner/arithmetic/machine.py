@@ -38,6 +38,7 @@ class Machine:
     # Assumed: two sockets with DDR5-4800, whose rate is of reads and writes together.
     host_memory_bytes_per_s: float = 600e9
     card: Card | None = CARDS["H100"]  # None: its rates are not known
+    measured_in: str = ""  # the run whose preflight measured some of the rates
 
     @property
     def host_bytes_per_s(self) -> float:

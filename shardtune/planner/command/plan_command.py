@@ -148,20 +148,20 @@ def machine_of(options: argparse.Namespace, config: Config) -> Machine:
     It has the rates that a preflight measured in run.dir, with `--gpu` that of the network alone.
     """
     nodes, ranks = options.nodes, options.gpus_per_node
+    card, nic = card_of_options(options), options.nic_gbps
     measured = read_measured(Path(config.run.dir), nodes, ranks)
     is_own = options.gpu is None  # a named card has rates of its own
-    if measured.ranks:
-        print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
-    card, nic = card_of_options(options), options.nic_gbps
+    between = measured.node_bytes_per_s if nic is None else None
+    inside = measured.rank_bytes_per_s if is_own and options.nvlink_gbps is None else None
+    flops = measured.flops_per_s if is_own and options.gpu_tflops is None else None
     return Machine(
         nodes=nodes,
         ranks_per_node=ranks,
         memory_bytes=card.memory_bytes,
-        node_bytes_per_s=(nic is None and measured.node_bytes_per_s) or (nic or NIC_GBPS) * 1e9 / 8,
-        rank_bytes_per_s=(is_own and options.nvlink_gbps is None and measured.rank_bytes_per_s)
-        or card.link_bytes_per_s,
-        flops_per_s=(is_own and options.gpu_tflops is None and measured.flops_per_s)
-        or card.flops_per_s,
+        node_bytes_per_s=between or (nic or NIC_GBPS) * 1e9 / 8,
+        rank_bytes_per_s=inside or card.link_bytes_per_s,
+        flops_per_s=flops or card.flops_per_s,
         host_bytes=options.host_memory * 1e9,
         card=card,
+        measured_in=config.run.dir if between or inside or flops else "",
     )

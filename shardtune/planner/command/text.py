@@ -118,6 +118,8 @@ def assumed(machine: Machine) -> str:
         for name, (field, unit, _) in OF_CARD.items()
         if getattr(card, field) != (value := getattr(own, field))
     ]
+    if machine.measured_in:
+        line += f"; some of these rates were measured, by the preflight of {machine.measured_in}"
     return "; ".join([line, *differ])
 
 
