@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtune.planner.simulation.at_once as at_once_module
-from shardtune.planner.simulation.at_once import at_once
+from shardtune.planner.simulation.at_once import at_once, in_turn
 
 HERE = os.getpid()
 
@@ -43,6 +43,22 @@ def test_what_fails_in_a_fork_fails_or_works_here(capfd):
         at_once([refuse, os.getpid])
     assert at_once([work_here_alone, str]) == ["done", ""]
     assert capfd.readouterr().err == ""
+
+
+def test_a_result_may_be_used_by_the_next_function_but_one():
+    """Two functions run at a time; each result comes in its turn."""
+    taken: list[int] = []
+    results = in_turn([lambda: (os.getpid(), len(taken))] * 4)
+    for number, (pid, known) in enumerate(results):
+        assert pid != HERE and known == max(0, number - 1)
+        taken.append(pid)
+    assert len({*taken}) == 4
+
+    def work_here_alone() -> str:
+        return "done" if os.getpid() == HERE else os._exit(3)
+
+    assert [*in_turn([str, work_here_alone, int])] == ["", "done", 0]
+    assert [*in_turn([])] == []
 
 
 def test_a_process_of_a_pool_computes_everything_itself():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from shardtune.planner.mesh import with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.settings import ADAPTERS
-from shardtune.planner.simulation.extrapolate import Simulations
+from shardtune.planner.simulation.at_once import in_turn
+from shardtune.planner.simulation.extrapolate import Known, Simulations
 from shardtune.planner.status_lines import Say
 from shardtune.units import gb
 
@@ -63,19 +65,25 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     print("", "Simulated:", *table(head, []), sep="\n", flush=True)
     lines: list[str] = []
     fits = False
-    for question in questions:
-        options, _, trains, search, _ = question
-        say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")
-        plan = search.fastest()
-        fits |= plan is not None
-        print(_line(head, question, plan), flush=True)
-        if not plan and options.nodes == runs[-1].nodes:
+    say(f"simulating steps for {len(questions)} rows, two rows at a time")
+    simulated = in_turn([partial(_simulated, head, question) for question in questions])
+    for question, (line, is_found, known) in zip(questions, simulated, strict=True):
+        question.search.simulations.learn(known)
+        fits |= is_found
+        print(line, flush=True)
+        if not is_found and question.options.nodes == runs[-1].nodes:
             lines += _from_more_nodes(question, len(models) > 1)
     print(
         *lines, *_assumptions([question.search.plan for question in questions], runs[0]), sep="\n"
     )
     if not fits:
         raise DoesNotFit(f"nothing of {', '.join(models)} fits - take more or larger GPUs")
+
+
+def _simulated(head: Sequence[str], question: _Question) -> tuple[str, bool, Known]:
+    """Return the row of the fastest run, whether one fits, and what was simulated for it."""
+    plan = question.search.fastest()
+    return _line(head, question, plan), plan is not None, question.search.simulations.known()
 
 
 def _questions(

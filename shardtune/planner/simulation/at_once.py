@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -25,19 +26,50 @@ def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
     """
     # A process of a pool may not have children.
     forked = [] if multiprocessing.current_process().daemon else works[:-1]
-    children: list[Child] = []
-    with suppress(OSError):  # no memory for a fork: the rest runs here
-        for work in forked:
-            children.append(Child("a fork", _send_result, work))
+    children = [_fork(work) for work in forked]
     try:
         results = [work() for work in works[len(forked) :]]
-        messages = [child.result() for child in children]
+        done = [_result(child) for child in children]
     finally:
         for child in children:
-            child.end()
-    done = [message.get("result", _UNDONE) for message in messages]
-    pairs = zip_longest(forked, done, fillvalue=_UNDONE)
+            _end(child)
+    pairs = zip(forked, done, strict=True)
     return [work() if result is _UNDONE else result for work, result in pairs] + results
+
+
+def in_turn(works: Sequence[Callable[[], T]]) -> Iterator[T]:
+    """Call functions as `at_once` does, but two at a time, and yield each result in its turn.
+
+    A third one begins once the caller has taken the first one's result, so it may build on that.
+    """
+    left, running = iter(works), deque[tuple[Callable[[], T], Child | None]]()
+    try:
+        while True:
+            running += [(work, _fork(work)) for work in islice(left, 2 - len(running))]
+            if not running:
+                return
+            work, child = running[0]
+            result = _result(child)
+            yield work() if result is _UNDONE else result
+            _end(running.popleft()[1])
+    finally:
+        for _, child in running:
+            _end(child)
+
+
+def _fork(work: Callable[[], object]) -> Child | None:
+    with suppress(OSError):  # no memory for a fork: the caller calls the function itself
+        return Child("a fork", _send_result, work)
+    return None
+
+
+def _result(child: Child | None) -> Any:
+    return child.result().get("result", _UNDONE) if child else _UNDONE
+
+
+def _end(child: Child | None) -> None:
+    if child:
+        child.end()
 
 
 def _send_result(pipe: Pipe, work: Callable[[], object]) -> None:

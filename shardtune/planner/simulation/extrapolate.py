@@ -31,6 +31,9 @@ class LayerKind(NamedTuple):
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
+Known = tuple[dict[Hashable, Measured], set[tuple[LayerKind, int, int]]]
+
+
 class Simulations:
     """The measured steps of one model. Settings that make the same step are simulated once."""
 
@@ -39,6 +42,16 @@ class Simulations:
         self._measured: dict[Hashable, Measured] = {}
         # Layers that attend by document: (kind, longest document, ranks that share a row).
         self._by_document: set[tuple[LayerKind, int, int]] = set()
+
+    def known(self) -> Known:
+        """Return what another process may `learn`."""
+        return self._measured, self._by_document
+
+    def learn(self, known: Known) -> None:
+        """Take over what another process has measured."""
+        measured, by_document = known
+        self._measured |= measured
+        self._by_document |= by_document
 
     def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
