@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from enum import Enum, auto
 from pathlib import Path
 
@@ -63,31 +63,33 @@ def main() -> None:
     schedule = make_schedule(run, data)
     pending_evaluation = find_pending_evaluation(run, data, schedule)
     context: TrainContext | None = None
-    if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
-        last_checkpoint = run.resumed
-        clear_leftovers(run.directory, run.resumed, world)
-        logger.info(
-            f"Finished: {run.resumed.name} is the last of {schedule.total_steps} steps. "
-            "Nothing is left to train."
+    with ExitStack() as ending:
+        if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
+            last_checkpoint = run.resumed
+            clear_leftovers(run.directory, run.resumed, world)
+            logger.info(
+                f"Finished: {run.resumed.name} is the last of {schedule.total_steps} steps. "
+                "Nothing is left to train."
+            )
+        else:
+            prediction = plan.require_fit(schedule.total_steps)
+            context = build_train_context(
+                run, model_config, data, assets, schedule, prediction, plan.device_peak
+            )
+            ending.enter_context(context.metrics)  # closes its files and trackers
+            ending.enter_context(context.command)  # waits for export.command, or ends it
+            with (
+                collected_by_micro_batch(),  # all ranks collect garbage at the same places
+                step_fits(world.layout),  # says which keys to change where memory runs out
+                plan.compared(context.metrics),  # writes predicted and measured memory and time
+            ):
+                last_checkpoint = train(context, pending_evaluation)
+        # Every trained step is saved: from here on a rank may end without other ranks.
+        end_on_signal(
+            "after the last step was saved, while the final model was written or scored - "
+            f"{AGAIN}",
+            code=75,
         )
-    else:
-        prediction = plan.require_fit(schedule.total_steps)
-        context = build_train_context(
-            run, model_config, data, assets, schedule, prediction, plan.device_peak
-        )
-        with (
-            context.metrics,  # closes its files and trackers
-            context.command.ended_by_errors(),
-            collected_by_micro_batch(),  # all ranks collect garbage at the same places
-            step_fits(world.layout),  # says which keys to change where memory runs out
-            plan.compared(context.metrics),  # writes predicted and measured memory and time
-        ):
-            last_checkpoint = train(context, pending_evaluation)
-    # Every trained step is saved: from here on a rank may end without other ranks.
-    end_on_signal(
-        f"after the last step was saved, while the final model was written - {AGAIN}", code=75
-    )
-    with context.command if context else nullcontext():  # waits for export.command
         model = write_final_model(last_checkpoint, config, assets, run.directory, world)
         if model and context:
             context.command.start(model, last_checkpoint.step)

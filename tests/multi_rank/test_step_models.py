@@ -22,8 +22,10 @@ from shardtune.training.observers.metrics import Metrics
 
 EVERY_STEP = (*SETTINGS, *CONSTANT, "export.every_steps=1", "checkpoint.every_steps=1")
 SCORE = """
-import json, os, pathlib
-names = [n for n in os.environ if n.startswith(("RANK", "WORLD", "LOCAL_", "MASTER", "TORCHEL"))]
+import json, os, pathlib, sys
+ranks = "RANK", "WORLD", "LOCAL_", "MASTER", "TORCHEL", "JOIN_", "OMP_"
+names = [n for n in os.environ if n.startswith(ranks)]
+assert os.environ["PATH"].startswith(f"{pathlib.Path(sys.executable).parent}:")
 model = pathlib.Path(os.environ["SHARDTUNE_MODEL"])
 print("read", model.name)
 with open("ran.txt", "a") as file:
@@ -34,6 +36,8 @@ print(json.dumps({
 }))
 print()
 """
+# Starts a process in a session of its own, as a launcher does, and waits until `left` has its id.
+LEFT = "setsid sh -c 'echo $$ > left; exec sleep 600' & until [ -s left ]; do sleep 0.1; done;"
 
 
 def command(code: str) -> str:
@@ -45,8 +49,10 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     return write_inputs(tmp_path, models["glm"])
 
 
-def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path):
+def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatch):
     """The newest are kept, over a resume too, and no other folder is touched."""
+    monkeypatch.setenv("JOIN_SECRET", "of the launch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     given = ["checkpoint.keep=9", "run.dir=run", command(SCORE)]
     mine = folder / "run/models/step_0000001"
     mine.mkdir(parents=True)
@@ -84,9 +90,14 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path):
 
 
 def test_of_adapters_the_adapter_is_written(folder):
-    finish(train(2, *EVERY_STEP, "run.dir=run", "lora.rank=2", "train.max_steps=2", cwd=folder))
-    for step in (1, 2):
+    """One that a command reads is kept beside the newest."""
+    given = ["run.dir=run", "lora.rank=2", "train.max_steps=3", "export.keep=1"]
+    given += ["export.command=sleep 3; ls $SHARDTUNE_MODEL >> files"]
+    finish(train(2, *EVERY_STEP, *given, cwd=folder))
+    for step in (1, 3):
         assert "adapter_config.json" in names(folder / f"run/models/step_000000{step}")
+    files = (folder / "files").read_text(encoding="utf-8").split()
+    assert files.count("adapter_config.json") == 2
 
 
 @pytest.mark.parametrize(
@@ -107,15 +118,15 @@ def test_of_adapters_the_adapter_is_written(folder):
         ),
         ("import time; time.sleep(999)", "is ended for {}, since it took longer than"),
         (
-            "import sys, time; sys.stdout.truncate(1 << 31); time.sleep(999)",
-            "is ended for {}, since its output run/commands/{}.log is larger than",
+            "import sys, time; sys.stdout.seek(1 << 30); print('x', flush=True); time.sleep(999)",
+            'ended with 1 for {}: "its output is larger than 1,073,741,824 bytes"',
         ),
     ],
 )
 def test_a_command_that_fails_ends_nothing(code, said, folder):
     given = ["run.dir=run", "train.max_steps=1", "distributed.save_timeout_s=3"]
     done = train(1, *SETTINGS, *CONSTANT, *given, command(code), cwd=folder)
-    assert said.replace("{}", "model") in finish(done)
+    assert said.format("model") in finish(done)
     assert read_metrics(folder / "run", "score") == []
 
 
@@ -130,12 +141,12 @@ def test_a_command_that_fails_ends_nothing(code, said, folder):
 def test_a_run_that_ends_early_ends_the_command_with_its_processes(number, every, code, folder):
     # The parent of the shell runs the command for the rank, its own parent.
     ends_rank = f"kill -{int(number)} $(ps -o ppid= -p $PPID)"
-    given = [f"export.command=sleep 600 & echo $! > pid; {ends_rank}; wait", "run.dir=run"]
+    given = [f"export.command={LEFT} {ends_rank}; wait", "run.dir=run"]
     given += [f"export.every_steps={every}", "export.keep=99", "checkpoint.every_steps=2"]
     given += ["train.max_steps=90" if every else "train.max_steps=1", "train.epochs=99"]
     done = train(1, *SETTINGS, *CONSTANT, *given, cwd=folder)
     assert done.returncode == code, done.stderr
-    assert_ended(folder / "pid")
+    assert_ended(folder / "left")
 
 
 def test_where_a_signal_comes_in_the_last_step_no_command_is_waited_for(tmp_path):
@@ -164,7 +175,7 @@ def assert_ended(file: Path) -> None:
 
 def test_of_commands_that_wait_the_newest_is_kept(tmp_path, caplog):
     metrics = Metrics(tmp_path / "metrics.jsonl", world_of(0, 1, dist.HashStore()), None)
-    code = 'sleep 0.3; echo \'{"a": 1, "b": 2.5}\''
+    code = f'cd {tmp_path}; {LEFT} sleep 0.3; echo \'{{"a": 1, "b": 2.5}}\''
     with caplog.at_level("INFO"), ExportCommand(code, tmp_path, 60, metrics) as commands:
         for step in (1, 2, 3):
             model = tmp_path / f"step_{step}"
@@ -173,3 +184,4 @@ def test_of_commands_that_wait_the_newest_is_kept(tmp_path, caplog):
         assert [model.name for model in commands.models_in_use()] == ["step_1", "step_3"]
     assert [entry["step"] for entry in read_metrics(tmp_path, "score")] == [1, 3]
     assert "step_2 is skipped for step_3" in caplog.text
+    assert_ended(tmp_path / "left")

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -29,17 +28,34 @@ _OF_RANKS = {
     "OMP_NUM_THREADS",  # a rank's, one of many on its node
 }
 _OF_THE_LAUNCH = ("MASTER_", "TORCHELASTIC_", "TORCH_", "JOIN_", "SHARDTUNE_", "NCCL_", "GLOO_")
-# Runs the command, and ends its process group once the run has ended, however that ended.
-_SUPERVISOR = """
-import ctypes, os, signal, subprocess, sys
-signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[2]):
-    os.killpg(0, signal.SIGKILL)
-sys.exit(subprocess.call(sys.argv[1], shell=True) & 255)
-"""
-_LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
 _MOST_BYTES = 1 << 30  # of the output, which shares the disk with the checkpoints
+# Runs the command, and ends all of its processes once it has ended, or the rank. Workers of a
+# launcher have sessions of their own, and become children of this process when it ends.
+_SUPERVISOR = f"""
+import ctypes, os, signal, subprocess, sys
+def end(code):
+    while pids := open(f"/proc/self/task/{{os.getpid()}}/children").read().split():
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    os._exit(code)
+signal.signal(signal.SIGTERM, lambda *_: end(1))
+prctl = ctypes.CDLL(None).prctl
+prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[2]):
+    end(1)
+command = subprocess.Popen(sys.argv[1], shell=True)
+while os.fstat(1).st_size <= {_MOST_BYTES}:
+    try:
+        end(command.wait(1) & 255)
+    except subprocess.TimeoutExpired:
+        pass
+print("its output is larger than {_MOST_BYTES:,} bytes", flush=True)
+end(1)
+"""
+_END_TIMEOUT_S = 10.0
+_LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
 
 
 class _Running(NamedTuple):
@@ -70,15 +86,6 @@ class ExportCommand:
         finally:  # a signal may end the wait
             self._end("the run ends")
 
-    @contextlib.contextmanager
-    def ended_by_errors(self) -> Iterator[None]:
-        """End the command's processes where the training fails or is stopped."""
-        try:
-            yield
-        except BaseException:
-            self._end("the run ends")
-            raise
-
     def give_up(self) -> None:
         """End the command, and run it for no further model."""
         self._end("a signal asks the run to stop")
@@ -102,8 +109,6 @@ class ExportCommand:
 
     def poll(self) -> None:
         """Take the score of a command that has ended, and start the one that waits."""
-        if self._running and _size(self._running.output) > _MOST_BYTES:
-            self._end(f"its output {self._running.output} is larger than {_MOST_BYTES:,} bytes")
         if self._running and self._running.process.poll() is not None:
             running, self._running = self._running, None
             self._take_score(running)
@@ -141,7 +146,7 @@ class ExportCommand:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    start_new_session=True,  # a group of its own, which ends as one
+                    start_new_session=True,  # a Ctrl-C is the run's
                 )
         except OSError as error:
             logger.warning(f"export.command cannot be started for {model.name}: {error}")
@@ -150,8 +155,6 @@ class ExportCommand:
         logger.info(f"export.command runs for {model.name}, its output goes to {output}")
 
     def _take_score(self, running: _Running) -> None:
-        with contextlib.suppress(ProcessLookupError):  # what the command has left behind
-            os.killpg(running.process.pid, signal.SIGKILL)
         name, code = running.model.name, running.process.returncode
         last = _last_line(running.output)
         if code:
@@ -186,28 +189,20 @@ class ExportCommand:
             return
         skipped = f", and not run for {waiting[0].name}" if waiting else ""
         logger.warning(f"export.command is ended for {running.model.name}{skipped}, since {why}")
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait()
+        running.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may hang in the system
+            running.process.wait(_END_TIMEOUT_S)
 
 
 def _last_line(output: Path) -> str:
     """Return the last line of a command's output that is not blank; "" where it is not there."""
     try:
         with output.open("rb") as file:
-            file.seek(max(0, _size(output) - _LAST_BYTES))
+            file.seek(max(0, output.stat().st_size - _LAST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
+    except OSError:  # the command may have deleted it
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _size(output: Path) -> int:
-    """Return the bytes of a command's output; 0 where it is not there."""
-    try:
-        return output.stat().st_size
-    except OSError:  # the command may have deleted it
-        return 0
 
 
 def _scores(line: str) -> dict[str, float]:
