@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,21 @@ import transformers
 from transformers import AutoTokenizer, TextStreamer
 from transformers.quantizers import AutoHfQuantizer
 
+from shardtune.checkpoint.export.listing import read_listing
 from shardtune.checkpoint.run_dir import ADAPTER, BEST
 from shardtune.config_io import read_written
 from shardtune.data.chat_encoder import stop_token_ids
 from shardtune.data.dataset import read_chat_template
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
+from shardtune.error_lines import print_errors
 from shardtune.errors import UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.source.config_json import method_of
 from shardtune.model.source.files import known_config, model_folder, refusing
 from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.text_model import class_of
+from shardtune.model.source.weight_files import describe
 from shardtune.model.traits import number
 from shardtune.run_files import METRICS
 
@@ -49,14 +53,22 @@ def ask(path: str, question: str | None) -> None:
     if question is not None:
         answer(question)
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ends the loop as Ctrl-D does
+    # Ctrl-C ends an answer, or the loop as Ctrl-D does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # else a terminal cuts lines at 4,095 characters
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             if line := input(prompt).strip():
-                answer(line)
+                try:
+                    answer(line)
+                except UserError as refusal:
+                    print_errors(*refusal.problems)
+                except KeyboardInterrupt:
+                    print()
     if prompt:
         print()  # what follows, such as the shell's prompt, gets a line of its own
 
@@ -78,6 +90,7 @@ class Model:
         transformers.utils.logging.set_verbosity_error()
         path, run = _find(path)
         self._options = (run.get("data.template_options") or {}) if options is None else options
+        self._path = path
         try:
             if (file := Path(path) / _ADAPTER).is_file():
                 with refusing(path, "the adapter cannot be read", "export it again"):
@@ -85,7 +98,8 @@ class Model:
                     self._open(base or "a base that was drawn at random", dtype)
                     from peft import PeftModel
 
-                    self._model = PeftModel.from_pretrained(self._model, path)
+                    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                        self._model = PeftModel.from_pretrained(self._model, path)
                 if template := run.get("data.chat_template"):
                     self.tokenizer.chat_template = read_chat_template(template)
             else:
@@ -106,14 +120,18 @@ class Model:
             quantisation = quantisation_in(model_folder(path) or Path(path))
             if quantisation and not AutoHfQuantizer.supports_quant_method(quantisation):
                 raise ValueError(f"quantised by {method_of(quantisation)}")
-            self._model, report = class_of(config).from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                device_map="auto",
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            try:
+                self._model, report = class_of(config).from_pretrained(
+                    path,
+                    config=config,
+                    dtype=dtype,
+                    device_map="auto",
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                problem = f"{path}: too little memory is free for it - free some"
+                raise UserError(f"{problem}, or hide GPUs: CUDA_VISIBLE_DEVICES=") from error
             if missing := report["missing_keys"]:
                 raise ValueError(f"no {min(missing)}, {len(missing)} tensors in all")
         self._positions = number(config.get_text_config(), "max_position_embeddings")
@@ -128,10 +146,18 @@ class Model:
         given: dict[str, Any] = {"padding": len(chats) > 1, "return_tensors": "pt"}
         if self.tokenizer.chat_template:
             given |= {"add_generation_prompt": True, "return_dict": True, **self._options}
-            inputs = self.tokenizer.apply_chat_template(chats, **given)
+            try:
+                inputs = self.tokenizer.apply_chat_template(chats, **given)
+            except Exception as error:  # a template may raise anything
+                raise UserError(
+                    f"the chat template of {self._path} refuses the question ({describe(error)}) "
+                    "- mend chat_template.jinja there, or ask another model"
+                ) from error
         else:
             inputs = self.tokenizer([chat[-1]["content"] for chat in chats], **given)
         length = inputs["input_ids"].shape[1]
+        if not length:
+            raise UserError(f"the chat template of {self._path} leaves the question out - mend it")
         if (room := (self._positions or sys.maxsize) - length) < 1:
             problem = f"the question has {length} tokens, the model {self._positions} positions"
             raise UserError(f"{problem} - shorten it")
@@ -149,15 +175,24 @@ class Model:
 
 
 def _find(path: str) -> tuple[str, dict[str, Any]]:
-    """Return a model's folder, or hub id, and the settings of the run that has it, if any."""
+    """Return a model's folder, or hub id, and the settings of the run that has it, if any.
+
+    Of a run that is its newest final model.
+    """
     given = Path(path)
+    if given.is_file() or not path:
+        raise UserError(f"{path or 'an empty name'} is no folder - name that of a run or a model")
     if not given.is_dir():
         return path, {}
     models, names = [given, given / "model", given / ADAPTER], ("config.json", _ADAPTER)
-    folder = next((each for each in models if any((each / n).is_file() for n in names)), None)
+    models = [each for each in models if any((each / name).is_file() for name in names)]
+    folder = max(models, key=_step_of, default=None)
     runs = [each for each in (given, *given.absolute().parents[:2]) if (each / METRICS).is_file()]
+    of_steps = sorted(given.glob("models/step_*[0-9]"))[-1:]
+    if folder and of_steps and _step_of(of_steps[0]) > _step_of(folder):
+        print(f"WARNING: {of_steps[0]} is newer than {folder}, which answers", file=sys.stderr)
     if folder is None:
-        saved = [given / BEST, *sorted(given.glob("models/step_*[0-9]"))[-1:]]
+        saved = [given / BEST, *of_steps]
         others = " or ".join(str(each) for each in saved if each.is_dir())
         what = "the run has no model yet, it writes one at its end"
         what = what if given in runs else "no model, since it has no config.json, and no run"
@@ -168,3 +203,8 @@ def _find(path: str) -> tuple[str, dict[str, Any]]:
         with contextlib.suppress(UserError):
             settings = {k: value for k, (value, _) in read_written(run / "config.yaml").items()}
     return str(folder), settings
+
+
+def _step_of(folder: Path) -> int:
+    """Return the step of an exported model; 0 where it is not known."""
+    return int((read_listing(folder) or {}).get("step", 0))

@@ -45,6 +45,7 @@ def train(options: argparse.Namespace) -> NoReturn:
     processes = options.processes or os.environ.get("GPUS_PER_NODE") or _processes(config)
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"GPUS_PER_NODE": str(processes), "PYTHONPATH": os.pathsep.join(paths)}
+    settings["MASTER_PORT"] = ""  # a free one
     command = [sys.executable, "-P", "-m", "shardtune.cluster", f"--config={options.config}"]
     # The agent forks, so it needs a process that has done nothing else.
     environment = os.environ | _VALUES_OF_ONE_NODE | settings

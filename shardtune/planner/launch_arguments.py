@@ -16,6 +16,9 @@ def launch_command(run: Estimate, given: Sequence[str]) -> str:
     named = mesh_arguments(run)
     keys = {argument.partition("=")[0] for argument in named}
     kept = [argument for argument in given if argument.partition("=")[0] not in keys]
+    if run.machine.nodes == 1:
+        processes = f"--processes={run.machine.ranks_per_node}"
+        return shlex.join(["shardtune", "train", processes, *kept, *named])
     sizes = {"NNODES": (run.machine.nodes, 2), "GPUS_PER_NODE": (run.machine.ranks_per_node, 8)}
     environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
     return shlex.join([*environment, "./launch_node0.sh", *kept, *named])

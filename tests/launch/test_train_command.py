@@ -44,7 +44,8 @@ def start(*arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
 
 
 def test_two_cpu_processes_train_to_the_losses_of_torchrun(folder):
-    code, output, errors = end(start("train.max_steps=2", cwd=folder))
+    others = {"GPUS_PER_NODE": "3", "MASTER_PORT": "1"}
+    code, output, errors = end(start("train.max_steps=2", "--processes=2", cwd=folder, **others))
     assert code == 0, errors
     for line in ("Launching MASTER NODE (Node 0)", "Total Nodes: 1", "  World Size: 2"):
         assert line in output.splitlines()

@@ -83,7 +83,7 @@ def test_a_run_with_a_slow_mesh_names_the_fastest_once(models, tmp_path):
     (line,) = re.findall(r"^Mesh: .*", said, re.M)
     assert re.fullmatch(
         r"Mesh: a step takes at least (\S+) s, inside a node, by the bandwidths of the preflight, "
-        r"and (\S+) s with NNODES=1 GPUS_PER_NODE=2 \./launch_node0\.sh --config=config\.yaml "
+        r"and (\S+) s with shardtune train --processes=2 --config=config\.yaml "
         r".*parallel\.stages=2 train\.gradient_accumulation_steps=4 .*",
         line,
     ), line

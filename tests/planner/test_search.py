@@ -338,4 +338,4 @@ def test_a_command_keeps_what_was_given_and_names_the_whole_mesh():
         "parallel.replicate=1 parallel.expert=4 train.gradient_accumulation_steps=4"
     )
     one_node = launch_command(replace(plan, machine=Machine(1, 4, 1, 1, 1, 1)), [])
-    assert one_node.startswith("NNODES=1 GPUS_PER_NODE=4 ./launch_node0.sh parallel.expert=4")
+    assert one_node.startswith("shardtune train --processes=4 parallel.expert=4")

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.__main__ import run
 from shardtune.ask import Model
+from shardtune.checkpoint.export.listing import LISTING, listing_json
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 
@@ -169,6 +170,52 @@ def test_each_line_of_the_input_is_a_question_of_its_own(sharp, capsys, monkeypa
     assert capsys.readouterr().out == "".join(generated(sharp, in_chatml(q)) for q in asked)
 
 
+def test_a_refused_question_and_ctrl_c_end_an_answer_and_not_the_loop(sharp, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\nlong\nwhich rank ?\n"))
+    answer = Model.answer
+
+    def interrupted(model: Model, chats: Any, *given: Any) -> list[str]:
+        if (text := chats[0][0]["content"]) == "what is it ?":
+            raise KeyboardInterrupt
+        chats[0][0]["content"] = text * 64 if text == "long" else text
+        return answer(model, chats, *given)
+
+    monkeypatch.setattr(Model, "answer", interrupted)
+    assert run(["ask", str(sharp)]) == 0
+    said = capsys.readouterr()
+    assert said.out == "\n" + generated(sharp, in_chatml("which rank ?"))
+    assert "tokens, the model 64 positions - shorten it" in said.err
+
+
+def test_the_newest_final_model_of_a_run_answers(folder, tmp_path, capsys):
+    def write_step(name: str, step: int) -> None:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / LISTING).write_bytes(listing_json({"step": step, "files": {}}))
+
+    a_run(tmp_path)
+    write_step("model", 5)
+    write_step("models/step_0000004", 4)
+    assert run(["ask", str(tmp_path), QUESTION]) == 0
+    assert "is newer" not in capsys.readouterr().err
+    write_step("models/step_0000050", 50)
+    assert run(["ask", str(tmp_path), QUESTION]) == 0
+    newer = f"WARNING: {tmp_path}/models/step_0000050 is newer than {folder}, which answers"
+    assert newer in capsys.readouterr().err
+    write_step("adapter", 60)
+    edited("adapter_config.json", base_model_name_or_path="nowhere")(tmp_path / "adapter")
+    assert "nowhere: neither a directory here" in refused(tmp_path, capsys)
+
+
+def test_an_answer_ends_at_the_end_of_a_turn(folder, capsys):
+    """Also where the model's own configuration names another token."""
+    said = generated(folder, in_chatml(QUESTION))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    first = tokenizer(said)["input_ids"][0]
+    edited("tokenizer_config.json", eos_token=tokenizer.decode([first]))(folder)
+    assert run(["ask", str(folder), QUESTION]) == 0
+    assert capsys.readouterr().out == "\n"
+
+
 def test_without_a_template_the_model_continues_the_text(folder, capsys):
     (folder / "chat_template.jinja").unlink()
     assert run(["ask", str(folder), QUESTION]) == 0
@@ -223,6 +270,8 @@ def test_a_folder_that_is_no_model_is_named(tmp_path, capsys):
     assert "nothing: neither a directory here nor in the hub's cache" in refused(
         tmp_path / "nothing", capsys
     )
+    (tmp_path / "mine.yaml").touch()
+    assert "mine.yaml is no folder - name that of a run" in refused(tmp_path / "mine.yaml", capsys)
 
 
 def truncate(folder: Path) -> None:
@@ -239,6 +288,13 @@ def lose_a_tensor(folder: Path) -> None:
 def lose_the_tokenizer(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
+
+
+def with_template(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "chat_template.jinja").write_text(text)
+
+    return write
 
 
 def edited(file: str, **values: Any) -> Callable[[Path], None]:
@@ -265,6 +321,14 @@ def edited(file: str, **values: Any) -> Callable[[Path], None]:
         (
             edited("adapter_config.json", base_model_name_or_path=None),
             "a base that was drawn at random: neither",
+        ),
+        (
+            with_template("{{ raise_exception('no') }}"),
+            "model refuses the question (TemplateError: no) - mend chat_template.jinja there",
+        ),
+        (
+            with_template("{% if 0 %}{% endif %}"),
+            "model leaves the question out - mend it",
         ),
         (
             edited("config.json", max_position_embeddings=4),
