@@ -22,6 +22,7 @@ class Run:
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     plan: list[dict[str, Any]]
+    scores: list[dict[str, Any]]
     unread: int
 
 
@@ -52,7 +53,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         UserError: there is no run.
     """
     run = report.read_run(Path(path))
-    return Run(run.of_kind("step"), run.of_kind("eval"), run.of_kind("plan"), run.unread)
+    steps, evaluations, plan, scores = map(run.of_kind, ("step", "eval", "plan", "score"))
+    return Run(steps, evaluations, plan, scores, run.unread)
 
 
 def plan(

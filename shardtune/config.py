@@ -157,7 +157,7 @@ class DataConfig(Section):
     train: PathText | TrainSources = Field(examples=["data/train.jsonl"])
     """A `.jsonl`, `.json`, `.csv` or `.parquet` file (`.jsonl.gz` or `.zst`, too), a directory of
     them, what `save_to_disk` wrote (`path:split`), or a hub dataset `org/name[:config][:split]`;
-    or a list of sources, each with a path and a weight."""
+    or a list of sources, each with a path and a weight. A path begins at the working directory."""
     eval: PathText | EvalSets | None = None
     """Evaluation data, as one path, or several sets by name with a perplexity for each."""
     columns: dict[RecordField, Text | None] | None = None

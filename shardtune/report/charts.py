@@ -189,6 +189,9 @@ def _scores(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """Yield a chart for each number that `export.command` has printed."""
     entries = [run.of_kind("score") for run in runs]
     names = dict.fromkeys(name for of_run in entries for e in of_run for name in e["scores"])
+    note = "Printed by export.command for the models of steps, and for the final one."
+    if len(names) > _MOST_SCORES:
+        note += f" The first {_MOST_SCORES} of {len(names)} numbers are drawn."
     for i, name in enumerate(islice(names, _MOST_SCORES)):
         curves = []
         for number, (run, of_run) in enumerate(zip(runs, entries, strict=True)):
@@ -197,7 +200,6 @@ def _scores(runs: Sequence[RunRecord]) -> Iterator[Chart]:
             x = run.positions(np.array([e["step"] for e in scored], float))
             curves.append(Curve(_label(run, runs, ""), x, y, number, has_markers=True))
         slug = f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:40]}-{i}"
-        note = "Printed by export.command for the models of steps, and for the final one."
         yield Chart(f"score-{slug}", f"Score: {name}", name, note, curves)
 
 

@@ -58,9 +58,11 @@ def train(folder: Path, *arguments: str, **env: str) -> str:
 
 @pytest.mark.full
 def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder):
-    said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[3, 9]")
+    score = ("export.final=true", """export.command=echo '{"em":0.5}'""")
+    said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[3, 9]", *score)
     run = folder / "runs/config"
     events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("score/em")] == [(4, 0.5)]
     for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "perplexity")):
         tag = f"{'train' if kind == 'step' else kind}/{name}"
         expected = [(entry["step"], entry[name]) for entry in read_metrics(run, kind)]

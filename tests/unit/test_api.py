@@ -51,10 +51,12 @@ def test_the_page_runs_as_it_stands(folder):
 def test_a_run_is_read_as_lists_that_pandas_takes(folder):
     with (folder / "runs/demo/metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 7}\n')
+        file.write('{"kind": "score", "step": 60, "scores": {"em": 0.5}}\n')
     record = shardtune.read_run("runs/demo")
     assert record.steps[6]["grad_norm"] is None and record.steps[6]["step"] == 7
     assert [entry["step"] for entry in record.evaluations[::3]] == [*range(0, 61, 10)]
     assert record.plan == [{"kind": "plan", "step": 0, "predicted_peak_bytes": 7}]
+    assert [entry["scores"] for entry in record.scores] == [{"em": 0.5}]
     assert record.unread == 0
     frame = pandas.DataFrame(record.steps)
     assert frame.shape[0] == 60
