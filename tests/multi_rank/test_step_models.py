@@ -92,12 +92,11 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
 def test_of_adapters_the_adapter_is_written(folder):
     """One that a command reads is kept beside the newest."""
     given = ["run.dir=run", "lora.rank=2", "train.max_steps=3", "export.keep=1"]
-    given += ["export.command=sleep 3; ls $SHARDTUNE_MODEL >> files"]
+    given += ["export.command=sleep 3; ls $SHARDTUNE_MODEL > files$SHARDTUNE_STEP"]
     finish(train(2, *EVERY_STEP, *given, cwd=folder))
     for step in (1, 3):
         assert "adapter_config.json" in names(folder / f"run/models/step_000000{step}")
-    files = (folder / "files").read_text(encoding="utf-8").split()
-    assert files.count("adapter_config.json") == 2
+    assert "adapter_config.json" in (folder / "files1").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
