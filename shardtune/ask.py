@@ -44,10 +44,11 @@ def ask(path: str, question: str | None) -> None:
     """Print the answer to a question, else to each line of standard input. Raises UserError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Model(path, DTYPES[native_dtype(device)])
-    streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def answer(text: str) -> None:
         readable = text.encode(errors="replace").decode()  # the bytes may be of another encoding
+        # One for each answer: one that Ctrl-C has ended leaves tokens in it.
+        streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
         model.answer([[{"role": "user", "content": readable}]], _LONGEST, streamer)
 
     if question is not None:
@@ -60,15 +61,21 @@ def ask(path: str, question: str | None) -> None:
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # else a terminal cuts lines at 4,095 characters
+    problems: list[str] = []
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             if line := input(prompt).strip():
                 try:
                     answer(line)
                 except UserError as refusal:
-                    print_errors(*refusal.problems)
+                    if prompt:
+                        print_errors(*refusal.problems)
+                    else:
+                        problems += refusal.problems
                 except KeyboardInterrupt:
                     print()
+    if problems:
+        raise UserError(*problems)
     if prompt:
         print()  # what follows, such as the shell's prompt, gets a line of its own
 

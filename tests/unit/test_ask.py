@@ -18,7 +18,7 @@ from helpers.commands import completed
 from helpers.plain_training import sharpen, with_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from shardtune.__main__ import run
 from shardtune.ask import Model
@@ -171,19 +171,20 @@ def test_each_line_of_the_input_is_a_question_of_its_own(sharp, capsys, monkeypa
 
 
 def test_a_refused_question_and_ctrl_c_end_an_answer_and_not_the_loop(sharp, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\nlong\nwhich rank ?\n"))
-    answer = Model.answer
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"what is it ?\n{'long ' * 64}\nwhich rank ?\n"))
+    taken: list[Any] = []
+    put = TextStreamer.put
 
-    def interrupted(model: Model, chats: Any, *given: Any) -> list[str]:
-        if (text := chats[0][0]["content"]) == "what is it ?":
+    def interrupted(streamer: TextStreamer, tokens: Any) -> None:
+        taken.append(tokens)
+        if len(taken) == 5:
             raise KeyboardInterrupt
-        chats[0][0]["content"] = text * 64 if text == "long" else text
-        return answer(model, chats, *given)
+        put(streamer, tokens)
 
-    monkeypatch.setattr(Model, "answer", interrupted)
-    assert run(["ask", str(sharp)]) == 0
+    monkeypatch.setattr(TextStreamer, "put", interrupted)
+    assert run(["ask", str(sharp)]) == 2, "as every piped question is answered or refused"
     said = capsys.readouterr()
-    assert said.out == "\n" + generated(sharp, in_chatml("which rank ?"))
+    assert said.out.splitlines()[-1] + "\n" == generated(sharp, in_chatml("which rank ?"))
     assert "tokens, the model 64 positions - shorten it" in said.err
 
 

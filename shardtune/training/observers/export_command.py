@@ -141,7 +141,7 @@ class ExportCommand:
             output.parent.mkdir(exist_ok=True)
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _SUPERVISOR, self._command, str(os.getpid())],
+                    [sys.executable, "-P", "-c", _SUPERVISOR, self._command, str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
