@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def ask(path: str, question: str | None) -> None:
         sys.stdin.reconfigure(errors="replace")
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # else a terminal cuts lines at 4,095 characters
+        import_module("readline")  # `input` uses it: a terminal cuts lines at 4,095 characters
     problems: list[str] = []
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -184,22 +185,22 @@ class Model:
 def _find(path: str) -> tuple[str, dict[str, Any]]:
     """Return a model's folder, or hub id, and the settings of the run that has it, if any.
 
-    Of a run that is its newest final model.
+    In a run it is the newer of model/ and adapter/.
     """
     given = Path(path)
     if given.is_file() or not path:
-        raise UserError(f"{path or 'an empty name'} is no folder - name that of a run or a model")
+        raise UserError(f"{path or 'an empty name'} is not a folder - name a run or a model")
     if not given.is_dir():
         return path, {}
     models, names = [given, given / "model", given / ADAPTER], ("config.json", _ADAPTER)
     models = [each for each in models if any((each / name).is_file() for name in names)]
     folder = max(models, key=_step_of, default=None)
     runs = [each for each in (given, *given.absolute().parents[:2]) if (each / METRICS).is_file()]
-    of_steps = sorted(given.glob("models/step_*[0-9]"))[-1:]
-    if folder and of_steps and _step_of(of_steps[0]) > _step_of(folder):
-        print(f"WARNING: {of_steps[0]} is newer than {folder}, which answers", file=sys.stderr)
+    step_models = sorted(given.glob("models/step_*[0-9]"))[-1:]
+    if folder and step_models and _step_of(step_models[0]) > _step_of(folder):
+        print(f"WARNING: {step_models[0]} is newer than {folder}, which answers", file=sys.stderr)
     if folder is None:
-        saved = [given / BEST, *of_steps]
+        saved = [given / BEST, *step_models]
         others = " or ".join(str(each) for each in saved if each.is_dir())
         what = "the run has no model yet, it writes one at its end"
         what = what if given in runs else "no model, since it has no config.json, and no run"

@@ -62,24 +62,11 @@ def build_train_context(
     prediction: Prediction,
     device_peak: DevicePeak,
 ) -> TrainContext:
-    """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
-    # Weights and optimizer come first, since the memory that they leave free decides which groups
-    # stay gathered. All trials of the model run on the source's weights, before the checkpoint is
-    # loaded, so that a resume decides as the start did. Files of other runs are moved aside only
-    # when the checkpoint is loaded.
+    """Load the model and its optimizer, and open all that watches and writes the run."""
     config, world = run.config, run.world
-    world.progress.enter(Phase.LOADING)
-    states = model, owned, host, optimizer = build_states(config, model_config, world)
-    whole = build.whole_on_meta(config, model_config, world)
-    n_bytes = state_bytes(model, optimizer, world.layout)
-    log_model(whole, config, n_bytes, world)
-    saved = saved_reshard_policy(run)
-    policy = reshard.choose_reshard_policy(
-        model, n_bytes, saved, world, prediction["kept_groups"][world.stage]
-    )
-    set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
-    is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
-    load_states(states, run)
+    # Files of other runs are moved aside only when the checkpoint is loaded.
+    states, whole, policy, is_flat = load_model(run, model_config, data, prediction)
+    model, owned, host, optimizer = states
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     metrics = open_metrics(run)
     run_state = state_of_run(run, model_config, assets, data, policy)
@@ -119,6 +106,39 @@ def build_train_context(
         command=exports.command,
         run_state=run_state,
     )
+
+
+class LoadedModel(NamedTuple):
+    """A model that is ready to train."""
+
+    states: States
+    whole: PreTrainedModel  # on the meta device, not sharded
+    policy: reshard.ReshardPolicy
+    is_flat: bool  # a row has its records in sequence, without padding
+
+
+def load_model(
+    run: Run, model_config: PretrainedConfig, data: PreparedData, prediction: Prediction
+) -> LoadedModel:
+    """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
+    # Weights and optimizer come first, since the memory that they leave free decides which groups
+    # stay gathered. All trials of the model run on the source's weights, before the checkpoint is
+    # loaded, so that a resume decides as the start did.
+    config, world = run.config, run.world
+    world.progress.enter(Phase.LOADING)
+    states = build_states(config, model_config, world)
+    model = states.model
+    whole = build.whole_on_meta(config, model_config, world)
+    n_bytes = state_bytes(model, states.optimizer, world.layout)
+    log_model(whole, config, n_bytes, world)
+    saved = saved_reshard_policy(run)
+    policy = reshard.choose_reshard_policy(
+        model, n_bytes, saved, world, prediction["kept_groups"][world.stage]
+    )
+    set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
+    is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
+    load_states(states, run)
+    return LoadedModel(states, whole, policy, is_flat)
 
 
 class States(NamedTuple):

@@ -274,7 +274,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path, capsys):
         tmp_path / "nothing", capsys
     )
     (tmp_path / "mine.yaml").touch()
-    assert "mine.yaml is no folder - name that of a run" in refused(tmp_path / "mine.yaml", capsys)
+    assert "mine.yaml is not a folder - name a run" in refused(tmp_path / "mine.yaml", capsys)
 
 
 def truncate(folder: Path) -> None:

@@ -104,8 +104,8 @@ def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int
     export = config.export
     models = export.final + 2 * config.eval.keep_best
     # A command may read one more.
-    of_steps = 1 + export.keep + (export.command is not None)
-    models += of_steps * (export.every_steps > 0)
+    step_models = 1 + export.keep + (export.command is not None)
+    models += step_models * (export.every_steps > 0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     others = sum(p.numel() for p in model.parameters()) - trained
     if config.lora.rank is None:
