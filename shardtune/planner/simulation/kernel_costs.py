@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 
@@ -45,14 +44,15 @@ def kernel_of(
     name = func._opname
     if func.is_view or name in _NOTHING or "empty" in name or func.namespace in ("prim", "prims"):
         return None
-    tensors = _tensors((args, kwargs, result))
+    tensors = [*tensors_in((result, args, *kwargs.values()))]
     if not any(x.device.type == device and x.numel() for x in tensors):
         return None
     if func.namespace in _COMMUNICATION:
         return Kernel(Kind.COLLECTIVE, name, max(x.nbytes for x in tensors))
-    if result is not None and not _tensors(result):  # for example a size, which the host knows
+    if result is not None and not [*tensors_in([result])]:  # a size, which the host knows
         return None
-    n_bytes = sum(_moved(func, args, kwargs, result))
+    is_plain = _reads_and_returns(func)
+    n_bytes = sum(map(_extent, tensors) if is_plain else _moved(func, args, kwargs, result))
     if name in _PRODUCTS:
         place = _PRODUCTS[name]
         flops = 2 * args[place].numel() * args[place + 1].shape[-1]
@@ -63,8 +63,13 @@ def kernel_of(
     return Kernel(Kind.COPY if is_copy else Kind.OTHER, name, n_bytes)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values and in lists of them, since pytree takes longer."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
 
 
 class _Argument(NamedTuple):
@@ -92,6 +97,14 @@ def _fresh_results(func: Any) -> list[bool]:
     return [result.alias_info is None for result in func._schema.returns]
 
 
+@functools.cache
+def _reads_and_returns(func: Any) -> bool:
+    """Return whether an operator reads all of its arguments, and returns new tensors alone."""
+    is_partial = func._opname in _LOOKUPS | _CHANGES
+    is_written = any(argument.is_written for argument in _arguments(func))
+    return all(_fresh_results(func)) and not is_partial and not is_written
+
+
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     names = (argument.name for argument in _arguments(func))
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -102,7 +115,7 @@ def _moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     values = _named(func, args, kwargs)
     results = result if isinstance(result, (tuple, list)) else [result]
     if all(_fresh_results(func)):
-        results = tree_leaves(results)  # the schema has a list of tensors as one result
+        results = [*tensors_in(results)]  # the schema has a list of tensors as one result
     else:
         pairs = zip(results, _fresh_results(func), strict=False)
         results = [tensor for tensor, is_fresh in pairs if is_fresh]
@@ -127,7 +140,10 @@ def _extent(value: Any) -> int:
     """Return the bytes of a tensor in memory; an expanded dimension counts once."""
     if not isinstance(value, torch.Tensor):
         return 0
-    sizes = zip(value.shape, value.stride(), strict=True)
+    strides = value.stride()
+    if all(strides):
+        return value.nbytes
+    sizes = zip(value.shape, strides, strict=True)
     return value.itemsize * math.prod(size for size, stride in sizes if stride or not size)
 
 

@@ -19,10 +19,9 @@ from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from shardtune.planner.arithmetic.figures import Cause, Collective, Kernel, Peak
-from shardtune.planner.simulation.kernel_costs import kernel_of
+from shardtune.planner.simulation.kernel_costs import kernel_of, tensors_in
 
 _KINDS = {
     "_allgather_base_": "all-gather",
@@ -159,15 +158,14 @@ class Tracker(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         if kernel := kernel_of(func, args, kwargs or {}, result, "cpu"):
             self.kernels[kernel] += 1
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if id(storage) not in self._known:
-                    self._count(storage, self.cause)
+        for tensor in tensors_in([result]):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._known:
+                self._count(storage, self.cause)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, result)
         elif func.namespace == "fsdp" and "all_gather_copy_in" in str(func):
-            for tensor in tree_leaves(result):
+            for tensor in tensors_in([result]):
                 self._count(tensor.untyped_storage(), Cause.GATHERED)
         self._update_peak()
         return result
@@ -176,7 +174,7 @@ class Tracker(TorchDispatchMode):
         kind = _KINDS.get(func._opname)
         if kind is None:
             return
-        tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
+        tensors = [*tensors_in((args, result))]
         if kind == "all-gather":
             n_bytes = max(x.nbytes for x in tensors)
         elif kind == "reduce-scatter":
