@@ -61,10 +61,12 @@ def test_a_result_may_be_used_by_the_next_function_but_one():
     assert [*in_turn([])] == []
 
 
-def test_a_process_of_a_pool_computes_everything_itself():
+def test_a_fork_and_a_process_of_a_pool_compute_everything_themselves():
+    work = partial(at_once, [os.getpid, os.getpid])
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        first, second = pool.apply(at_once, [[os.getpid, os.getpid]])
-    assert first == second != HERE
+        pairs = [*in_turn([work]), pool.apply(work)]
+    for first, second in pairs:
+        assert first == second != HERE
 
 
 @pytest.mark.timeout(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.model.build import build_on_meta, whole_on_meta
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
+from shardtune.planner.simulation import extrapolate
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
 from shardtune.planner.simulation.simulate import Measured, Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy, kept_bytes
@@ -100,18 +102,18 @@ def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document():
     assert replace(tried, attention=attention) == known
 
 
-def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with():
+def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with(monkeypatch):
     """Some see windows of longer documents, and some no slices."""
     config, known = configured(), []
     with fake_world(Layout.of(config, 4), 4) as world:
         measured = simulate(Step(config, POLICY, world), SHALLOW)
 
-    class Simulated(Simulations):
-        def _simulate(self, step: Step) -> Measured:
-            known.append(step.is_by_document)
-            return measured
+    def simulated(step: Step, _: Any) -> Measured:
+        known.append(step.is_by_document)
+        return measured
 
-    simulations = Simulated(SHALLOW)
+    monkeypatch.setattr(extrapolate, "simulate", simulated)
+    simulations = Simulations(SHALLOW)
     for assignment, is_known in (
         ("parallel.replicate=1", False),
         ("parallel.replicate=2", True),
@@ -125,9 +127,28 @@ def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with():
             simulations.measure(Step(config, POLICY, world), whole)
         assert known.pop() is is_known, assignment
     by_layer = replace(measured, attention=measured.attention._replace(by_layer=True))
-    measured, simulations = by_layer, Simulated(SHALLOW)
+    measured, simulations = by_layer, Simulations(SHALLOW)
     with fake_world(Layout.of(config, 4), 4) as world:
         for _ in range(2):
             simulations._measured.clear()
             simulations.measure(Step(config, POLICY, world), whole)
     assert known == [False, False]
+
+
+def test_what_the_shorter_model_shows_is_not_tried_in_the_longer_one(monkeypatch):
+    """Where one process simulates both, as a row of a table does."""
+    known: list[bool] = []
+
+    def simulated(step: Step, model_config: Any) -> Measured:
+        known.append(step.is_by_document)
+        return simulate(step, model_config)
+
+    def in_order(works: list[Callable[[], Measured]]) -> list[Measured]:
+        return [work() for work in works]
+
+    monkeypatch.setattr(extrapolate, "simulate", simulated)
+    monkeypatch.setattr(extrapolate, "at_once", in_order)
+    deep, config = with_layers(LLAMA, 8), configured()
+    with fake_world(Layout.of(config, 4), 4) as world:
+        Simulations(deep).measure(Step(config, POLICY, world), whole_on_meta(config, deep, world))
+    assert known == [False, True]

@@ -31,7 +31,8 @@ class LayerKind(NamedTuple):
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-Known = tuple[dict[Hashable, Measured], set[tuple[LayerKind, int, int]]]
+Tried = tuple[LayerKind, int, int]  # the kind, the longest document, ranks that share a row
+Known = tuple[dict[Hashable, Measured], set[Tried]]
 
 
 class Simulations:
@@ -40,8 +41,7 @@ class Simulations:
     def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
         self.model_config, self._imbalance = model_config, imbalance
         self._measured: dict[Hashable, Measured] = {}
-        # Layers that attend by document: (kind, longest document, ranks that share a row).
-        self._by_document: set[tuple[LayerKind, int, int]] = set()
+        self._by_document: set[Tried] = set()  # layers that attend by document
 
     def known(self) -> Known:
         """Return what another process may `learn`."""
@@ -59,20 +59,23 @@ class Simulations:
         layers = layers_of_stages(whole, layout.stages)[step.world.stage]
         kinds = layer_kinds(whole)[layers.start : layers.stop]
         tried = {(_without_adapters(kind), layout.max_length, layout.row_ranks) for kind in kinds}
-        step = replace(step, imbalance=self._imbalance, is_by_document=tried <= self._by_document)
+        step = replace(step, imbalance=self._imbalance)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
         new = {key: cut for key, cut in steps.items() if key not in self._measured}
-        results = at_once([partial(self._simulate, cut) for cut in new.values()])
+        results = at_once([partial(self._simulate, cut, tried) for cut in new.values()])
         self._measured.update(zip(new, results, strict=True))
         short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
-        if long.attention.by_document and not long.attention.by_layer:
-            self._by_document |= tried
         return short if short is long else extrapolate(short, long, len(kinds))
 
-    def _simulate(self, step: Step) -> Measured:
+    def _simulate(self, step: Step, tried: set[Tried]) -> Measured:
+        """Measure a step of layers that `tried` names, and learn if they attend by document."""
+        step = replace(step, is_by_document=tried <= self._by_document)
         assert step.layers
-        return simulate(step, with_layers(self.model_config, step.layers.stop))
+        measured = simulate(step, with_layers(self.model_config, step.layers.stop))
+        if measured.attention.by_document and not measured.attention.by_layer:
+            self._by_document |= tried
+        return measured
 
 
 def _key(step: Step) -> Hashable:
