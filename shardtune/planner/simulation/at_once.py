@@ -24,8 +24,8 @@ def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
     A function that fails in a fork runs again here, and raises its error or works: PyTorch
     refuses a backward in a fork of a process that has GPUs.
     """
-    # A fork works beside others, which have the other cores, and one of a pool may not fork.
-    forked = [] if multiprocessing.parent_process() else works[:-1]
+    # A process of a pool may not have children.
+    forked = [] if multiprocessing.current_process().daemon else works[:-1]
     children = [_fork(work) for work in forked]
     try:
         results = [work() for work in works[len(forked) :]]
@@ -73,6 +73,8 @@ def _end(child: Child | None) -> None:
 
 
 def _send_result(pipe: Pipe, work: Callable[[], object]) -> None:
+    # A fork has one core, and forks no further.
+    multiprocessing.current_process().daemon = True
     # A fork has none of OpenMP's threads, and would wait for them.
     torch.set_num_threads(1)
     # The work in the parent process prints the libraries' warnings already.
