@@ -87,6 +87,16 @@ class Conversation:
             in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
             self.require_texts(i, in_prompt + generated)
         self.require_parts(i, through)
+        for begin, close in self.template.thoughts:
+            is_again = generated.lstrip().startswith(begin)
+            if prompt.rstrip().endswith(begin) and (is_again or close not in generated):
+                raise ChatError(
+                    f"the generation prompt of {self.template.name} opens {begin}, and its text of "
+                    f"messages[{i}] (assistant) {'opens another' if is_again else 'closes none'} - "
+                    f"begin the content with the thought and {close}, or prompt for none "
+                    "(data.template_options)",
+                    kind="the prompt opens a thought",
+                )
         generated += appended
         end = len(prompt) + (end or len(generated))
         text = prompt + generated
