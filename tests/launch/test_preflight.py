@@ -284,7 +284,7 @@ def test_the_ways_between_stages_are_tried(tmp_path, monkeypatch):
 def test_the_store_of_a_running_job_is_a_stranger():
     """torchrun's store answers at MASTER_PORT, and serves its job afterwards too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    me = NodeHello(node=1, nodes=2, host="host1", address="?", code="digest", problems=[])
+    me = NodeHello(node=1, nodes=2, host="host1", address="?", code="d1", problems=[])
 
     async def hello() -> None:
         await say_hello(Control(me), "127.0.0.1", store.port)

@@ -152,7 +152,8 @@ def test_a_section_is_measured_and_the_others_are_kept(
         and "Losses of a token: " in text
     )
     kept, measured = (part.split("\n\n") for part in text.split("\n## ")[1:])
-    assert kept[0] == "epoch" and kept[1] == "Run 1." and "\n1. date: before\n2. date: 2" in text
+    assert [kept[0], kept[1].strip()] == ["epoch", "Run 1."]
+    assert "\n1. date: before\n2. date: 2" in text
     assert measured[0].startswith("Memory of head and loss") and measured[1] == "Run 2."
     in_file = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
     command = in_file["head"]["measured_with"]["command"]

@@ -112,8 +112,9 @@ def test_stages_take_the_steps_of_plain_fsdp(case, architectures, tmp_path):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The files of an exported folder, without the one that names its checkpoint."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != "export.json")
+    """The files of an exported folder, without those that name its checkpoint or its run."""
+    of_the_run = {"export.json", "README.md"}
+    names = sorted(path.name for path in folder.iterdir() if path.name not in of_the_run)
     return {name: (folder / name).read_bytes() for name in names}
 
 

@@ -315,7 +315,9 @@ def _sharded_class(
                     conversion.__class__ = SliceConverter
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
             with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
-                return model_class._load_pretrained_model(model, tensors, None, load)
+                read = model_class._load_pretrained_model(model, tensors, None, load)
+            _leave_as_read(model)
+            return read
 
     # transformers finds its conversions by the class's name.
     Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
@@ -331,6 +333,19 @@ def _leave_towers_out(model: PreTrainedModel) -> None:
     cast(Any, model)._keys_to_ignore_on_load_unexpected |= patterns
     unread = ", ".join(tower.removesuffix(".") for tower in towers)
     logger.info(f"Not loaded, since no text reaches it: {unread}")
+
+
+def _leave_as_read(model: PreTrainedModel) -> None:
+    """Keep transformers from initialising modules again that the files have whole.
+
+    It leaves their weights alone, but some classes (HY V4) compute initial ones from shards, and
+    DTensor has no rule for that.
+    """
+    for module in model.modules():
+        parameters = list(module.parameters())
+        is_read = all(getattr(p, "_is_hf_initialized", False) for p in parameters)
+        if parameters and is_read and not list(module.buffers()):
+            cast(Any, module)._is_hf_initialized = True
 
 
 def _keep_in_float32(model: PreTrainedModel) -> None:
