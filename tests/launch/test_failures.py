@@ -116,7 +116,7 @@ def test_a_rank_that_ends_or_stops_is_named(ranks_per_node, rank, where, effect,
     """
     fault = break_rank(folder, rank, where, effect) | {"JOIN_SECRET": "the secret word"}
     with two_nodes(folder, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
-        nodes.wait_for_step(4)
+        nodes.wait_for_step(2)
         assert nodes.ranks(0) and not nodes.processes_with("the secret word")
         require_end(nodes, 1, line.format(rank=rank, host=HOST))
         if where == DATA:
@@ -205,7 +205,7 @@ def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(node, is_trai
             nodes.wait_for_step(4)
         else:
             nodes.wait_for_words("nodes agree")
-        time.sleep(2)  # the agents tell their ranks' places once a second
+        time.sleep(4)  # the agents tell their ranks' places once a second
         nodes.remember()
         nodes.scripts[node].kill()
         code, last = nodes.end()[1 - node]
