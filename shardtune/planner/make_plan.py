@@ -204,13 +204,13 @@ class _Planner:
         kept: KeptBytes,
         states: StateBytes,
         layout: Layout,
-        planned_groups: int | None = None,
+        planned: ReshardPolicy | None = None,
     ) -> ReshardPolicy:
         """Decide as `choose_reshard_policy` does."""
         allowance_bytes = self._machine.allowance_bytes(layout)
         free = self._machine.memory_bytes - allowance_bytes - states.total
         fixed = fixed_policy(layout)
-        policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned_groups)
+        policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned)
         return policy
 
     def _keep(
@@ -230,7 +230,8 @@ class _Planner:
         # A group that one rank holds whole is only copied, which costs less than its memory.
         shared = sum(any(len(ranks) > 1 for ranks in gathered) for gathered in groups)
         fitting = groups_in(kept, room_beside(peak_bytes, self._machine.memory_bytes))
-        policy = self._policy(kept, states, world.layout, min(fitting, shared))
+        most = ReshardPolicy(min(fitting, shared), keep_gradients=True)
+        policy = self._policy(kept, states, world.layout, most)
         sizes = kept.parameters[: policy.kept_groups]
         micro_batches = world.layout.micro_batches
         for number, gathered in enumerate(groups[: policy.kept_groups]):

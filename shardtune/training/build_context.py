@@ -132,9 +132,8 @@ def load_model(
     n_bytes = state_bytes(model, states.optimizer, world.layout)
     log_model(whole, config, n_bytes, world)
     saved = saved_reshard_policy(run)
-    policy = reshard.choose_reshard_policy(
-        model, n_bytes, saved, world, prediction["kept_groups"][world.stage]
-    )
+    planned = reshard.ReshardPolicy(*prediction["policies"][world.stage])
+    policy = reshard.choose_reshard_policy(model, n_bytes, saved, world, planned)
     set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
     is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)

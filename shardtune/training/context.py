@@ -34,7 +34,8 @@ class Prediction(TypedDict):
     remedies: list[str]  # that would let it fit, the best first
     step_s: float | None  # the least time of a step, None if it is not known
     bound_by: str | None  # the part of the machine that takes that time
-    kept_groups: list[int]  # per stage, see `choose_reshard_policy`
+    # Per stage the fields of its `ReshardPolicy`; that of gradients holds for all stages.
+    policies: list[tuple[int, bool, bool]]
     tiles: int  # see `tile_layers`
 
 

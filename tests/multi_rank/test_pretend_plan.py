@@ -15,6 +15,7 @@ from shardtune.planner.arithmetic.figures import Cause
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
+from shardtune.planner.run_plan import as_prediction
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
 
 CONFIGS = REPOSITORY / "tests/data/configs"
@@ -132,10 +133,10 @@ def compare(
             *(config_file, model, nodes, ranks, *given),
             gb=gb,
             stage=stage,
-            kept_groups=groups,
+            planned=policy,
             tiles=plan.tiles,
         )
-        for stage, groups in enumerate(plan.kept_groups)
+        for stage, policy in enumerate(as_prediction(plan)["policies"])
     ]
     measured = max(stages, key=lambda stage: stage.peak_bytes)
     context = config.parallel.context

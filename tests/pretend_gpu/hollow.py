@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+NO_GROUPS = (0, True, True)  # a policy: all that has room stays, but for groups
 
 
 class Peaks(NamedTuple):
@@ -53,18 +54,18 @@ def hollow_peaks(
     *assignments: str,
     gb: float = 80.0,
     stage: int = 0,
-    kept_groups: int = 0,
+    planned: Sequence[int] = NO_GROUPS,
     tiles: int = 1,
     timeout_s: float = 580,
 ) -> Peaks:
     """Measure a stage's first rank, with this configuration and `section.key=value`.
 
-    `gb` of a GPU, in 1e9 bytes, and the plan's `kept_groups` decide what is kept gathered, and
-    limit nothing. `tiles`: the plan's, too.
+    `gb` of a GPU, in 1e9 bytes, and the fields of the plan's policy, `planned`, decide what is
+    kept, and limit nothing. `tiles`: the plan's, too.
     """
     options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
     options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}"]
-    options += [f"--stage={stage}", f"--kept-groups={kept_groups}", f"--tiles={tiles}"]
+    options += [f"--stage={stage}", f"--planned={json.dumps(planned)}", f"--tiles={tiles}"]
     options += assignments
     command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
     done = subprocess.run(
@@ -82,7 +83,8 @@ def parse(arguments: Sequence[str] | None = None, doc: str | None = __doc__) -> 
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB")
     parser.add_argument("--stage", type=int, default=0)
-    parser.add_argument("--kept-groups", type=int, default=0, help="as the plan of the run says")
+    policy_help = "the plan's policy: groups, gradients and sums that stay"
+    parser.add_argument("--planned", type=json.loads, default=NO_GROUPS, help=policy_help)
     parser.add_argument("--tiles", type=int, default=1, help="as well")
     parser.add_argument("assignments", nargs="*", metavar="section.key=value")
     return parser.parse_args(arguments)
@@ -134,7 +136,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     from shardtune.training.optim import build_optimizer
     from shardtune.training.states.host_states import HostStates
     from shardtune.training.states.replica_shards import OwnedParameters
-    from shardtune.training.states.reshard import choose_reshard_policy
+    from shardtune.training.states.reshard import ReshardPolicy, choose_reshard_policy
     from shardtune.training.states.state_bytes import state_bytes
 
     given = [f"model.path={options.model}", "model.init=random", *options.assignments]
@@ -147,7 +149,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     host = HostStates(owned) if world.layout.offloads else None
     optimizer = build_optimizer(owned, config, host)
     state = state_bytes(model, optimizer, world.layout)
-    reshard = choose_reshard_policy(model, state, None, world, options.kept_groups)
+    planned = ReshardPolicy(*options.planned)
+    reshard = choose_reshard_policy(model, state, None, world, planned)
     _prepare_forward(model, options.tiles, world)
     batch = _full_batch(world)
     enter("evaluate")

@@ -36,7 +36,9 @@ def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
     mesh = {"shard": SimpleNamespace(size=lambda: 2)}
     layout = Layout(2, micro_batches=2)
 
-    def decided(shares: list[int]) -> list[ReshardPolicy]:
+    most = ReshardPolicy(1, True)
+
+    def decided(shares: list[int], planned: ReshardPolicy = most) -> list[ReshardPolicy]:
         """Decide on ranks that have such a share of the host's memory."""
         worlds = [
             replace(world, layout=layout, meshes=Meshes(cast(Any, mesh)), local_size=share)
@@ -45,10 +47,12 @@ def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
         state = StateBytes(0, 0, 0)
         return on_threads(
             worlds,
-            lambda world: choose_reshard_policy(Sharded(1024, 1024), state, None, world, 1),
+            lambda world: choose_reshard_policy(Sharded(1024, 1024), state, None, world, planned),
         )
 
     assert decided([1, 1]) == [ReshardPolicy(1, True)] * 2
+    for planned in (ReshardPolicy(0, True), ReshardPolicy(1, False), ReshardPolicy(1, True, False)):
+        assert decided([1, 1], planned) == [planned] * 2  # although all have room
     shares = [1, 1]
     shares[fullest] = 1 << 20
     assert decided(shares) == [ReshardPolicy(0, False)] * 2
@@ -71,5 +75,6 @@ def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
 )
 def test_as_many_groups_stay_gathered_as_have_room_and_the_plan_allows(free, planned, groups):
     kept = KeptBytes(parameters=[10, 10, 10, 20], gradients=1000, sums=0)
-    policy, *_ = decide(kept, free, micro_batches=2, planned_groups=planned)
+    most = None if planned is None else ReshardPolicy(planned, keep_gradients=True)
+    policy, *_ = decide(kept, free, micro_batches=2, planned=most)
     assert policy == ReshardPolicy(groups, keep_gradients=False, keep_sums=True)

@@ -89,12 +89,12 @@ def choose_reshard_policy(
     state: StateBytes,
     saved: ReshardPolicy | None,
     world: World,
-    planned_groups: int,
+    planned: ReshardPolicy,
 ) -> ReshardPolicy:
     """Decide by the free memory of the fullest rank, for all ranks, and log why. Collective.
 
-    `saved`: the policy of the resumed run. `planned_groups`: the most groups of this stage that the
-    plan, which knows the activations, keeps gathered.
+    `saved`: the policy of the resumed run. `planned`: the most that the plan, which knows the
+    activations, keeps.
     """
     # Stages differ in bytes, but one decision about gradients must hold for all ranks: they reduce
     # together. `saved` decides about gradients, since a resume must not change the order of a sum.
@@ -105,7 +105,7 @@ def choose_reshard_policy(
     # The sharded gradients and the optimizer's state are not allocated yet.
     free = min(world.all_gather_json(_free_bytes(world) - state.gradients - state.optimizer))
     policy, room, room_for_parameters = decide(
-        kept, free, layout.micro_batches, fixed_policy(layout) or saved, planned_groups
+        kept, free, layout.micro_batches, fixed_policy(layout) or saved, planned
     )
     policy.keep_gathered(model)
     if any(kept.parameters):
@@ -122,7 +122,9 @@ def choose_reshard_policy(
         if layout.replicate > 1 and not policy.keep_gradients:
             when = "once a step" if policy.keep_sums else "as often"
             reduced += f", between replicas {when}"
-        reason = "as before the resume" if saved else f"room for {gb(room, 2)} GB"
+        has_room = kept.gradients <= room and not policy.keep_gradients
+        reason = "as planned" if has_room else f"room for {gb(room, 2)} GB"
+        reason = "as before the resume" if saved else reason
         unsharded = f"{gb(kept.gradients, 2)} GB unsharded"
         logger.info(f"Gradients: reduced {reduced} ({unsharded}, {reason})")
     return policy
@@ -155,23 +157,27 @@ def decide(
     free: float,
     micro_batches: int,
     saved: ReshardPolicy | None = None,
-    planned_groups: int | None = None,
+    planned: ReshardPolicy | None = None,
 ) -> tuple[ReshardPolicy, float, float]:
     """Return the policy, the room for all kept tensors, and the room for parameters, in bytes.
 
-    `planned_groups`: the most groups that the plan, which knows the activations, keeps gathered.
-    None: before a plan, all groups or none.
+    `saved`: what is decided already about gradients. `planned`: the most that the plan, which knows
+    the activations, keeps. None: before a plan, all groups or none.
     """
     # Gradients come first: they save a reduction in every micro-batch. Parameters get the room that
     # is left.
     room = max(0.0, _SHARE * free)
-    keep_gradients = saved.keep_gradients if saved else kept.gradients <= room
-    keep_sums = saved.keep_sums if saved else kept.sums <= room
+    decided = saved or ReshardPolicy(
+        kept_groups=0,
+        keep_gradients=kept.gradients <= room and (not planned or planned.keep_gradients),
+        keep_sums=kept.sums <= room and (not planned or planned.keep_sums),
+    )
+    keep_gradients, keep_sums = decided.keep_gradients, decided.keep_sums
     gradients = kept.gradients if keep_gradients else kept.sums * keep_sums
     room_for_parameters = max(0.0, room - gradients * (micro_batches > 1))
     groups = groups_in(kept, room_for_parameters)
-    if planned_groups is not None:
-        groups = min(groups, planned_groups)
+    if planned:
+        groups = min(groups, planned.kept_groups)
     elif groups < len(kept.parameters):
         groups = 0
     return ReshardPolicy(groups, keep_gradients, keep_sums), room, room_for_parameters
