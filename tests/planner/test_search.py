@@ -97,7 +97,7 @@ def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages():
 def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s):
     config = configured("train.gradient_accumulation_steps=2", "parallel.expert=4")
     plan, changes, _ = searched(config, GLM, machine(5e9, node_bytes_per_s))
-    best = changes[0].plan if changes else plan
+    best = changes[0] if changes else plan
     for stages, replicate, expert, size in (
         (stages, replicate, expert, size)
         for stages in (1, 2)
@@ -192,7 +192,7 @@ def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that():
 @pytest.mark.full
 def test_states_go_to_host_memory_before_less_is_trained():
     """On one GPU that holds neither them nor those of fewer digits."""
-    of_one = replace(machine(7e9), nodes=1, ranks_per_node=1)
+    of_one = replace(machine(6e9), nodes=1, ranks_per_node=1)
     deep = LlamaConfig(**WIDE | {"num_hidden_layers": 8}, intermediate_size=16384)
     plan, (change,), _ = searched(configured(), deep, of_one)
     assert not plan.fits
