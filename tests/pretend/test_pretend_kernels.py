@@ -35,7 +35,7 @@ MACHINE = Machine(2, 8, 80e9, 1, 1, 1)
 GLM = {
     "forward": (598, 18.08, 4),
     "head": (20, 6.96, 0),
-    "backward": (1204, 43.56, 4),
+    "backward": (1192, 43.56, 4),
     "norm and clip": (71, 0.13, 1),
     "update": (5, 0.91, 0),
 }
