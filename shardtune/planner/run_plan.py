@@ -243,10 +243,8 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
 
 def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
     """Return a plan's figures and verdict. `changes`: plans that fit."""
-    of_gradients = (
-        all(policy.keep_gradients for policy in plan.policies),
-        all(policy.keep_sums for policy in plan.policies),
-    )
+    keep_gradients = all(policy.keep_gradients for policy in plan.policies)
+    keep_sums = all(policy.keep_sums for policy in plan.policies)
     beside_tensors = 0 if plan.machine.is_gpu else plan.peak_bytes - plan.pools_bytes
     return Prediction(
         peak_bytes=plan.allocated_bytes + beside_tensors,
@@ -259,7 +257,7 @@ def as_prediction(plan: Plan, changes: Sequence[Plan] = ()) -> Prediction:
         ],
         step_s=plan.floor_s or None,
         bound_by=plan.bound_by,
-        policies=[(groups, *of_gradients) for groups in plan.kept_groups],
+        policies=[(groups, keep_gradients, keep_sums) for groups in plan.kept_groups],
         tiles=plan.tiles,
     )
 

@@ -113,8 +113,8 @@ def test_stages_take_the_steps_of_plain_fsdp(case, architectures, tmp_path):
 
 def files(folder: Path) -> dict[str, bytes]:
     """The files of an exported folder, without those that name its checkpoint or its run."""
-    of_the_run = {"export.json", "README.md"}
-    names = sorted(path.name for path in folder.iterdir() if path.name not in of_the_run)
+    named_after_runs = {"export.json", "README.md"}
+    names = sorted(path.name for path in folder.iterdir() if path.name not in named_after_runs)
     return {name: (folder / name).read_bytes() for name in names}
 
 

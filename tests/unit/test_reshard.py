@@ -30,7 +30,7 @@ class Sharded(nn.Linear):
 
 
 @pytest.mark.parametrize("fullest", [0, 1])
-def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
+def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch, caplog):
     """A rank that gathers what the others keep would wait for them forever."""
     monkeypatch.setattr(fsdp_groups, "DTensor", nn.Parameter)  # as if FSDP2 had sharded them
     mesh = {"shard": SimpleNamespace(size=lambda: 2)}
@@ -52,7 +52,10 @@ def test_the_rank_with_the_least_memory_decides_for_all(fullest, monkeypatch):
 
     assert decided([1, 1]) == [ReshardPolicy(1, True)] * 2
     for planned in (ReshardPolicy(0, True), ReshardPolicy(1, False), ReshardPolicy(1, True, False)):
-        assert decided([1, 1], planned) == [planned] * 2  # although all have room
+        with caplog.at_level("INFO"):
+            assert decided([1, 1], planned) == [planned] * 2  # although all have room
+        assert ("as planned" in caplog.text) is not planned.keep_gradients
+        caplog.clear()
     shares = [1, 1]
     shares[fullest] = 1 << 20
     assert decided(shares) == [ReshardPolicy(0, False)] * 2
