@@ -1,10 +1,10 @@
-# make demo | rehearse | test-fast | test | test-full | mutants | gpu-check | versions | docs | bench | clean. Each sets up .venv and may be run again.
+# make demo | rehearse | test-fast | test | test-part | test-full | mutants | gpu-check | versions | docs | bench | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 # Two prerequisites at once: mypy beside the download of test data.
 MAKEFLAGS += --jobs=2
-.PHONY: help setup demo rehearse lint test-fast test test-full card mutants gpu-check versions docs bench clean
+.PHONY: help setup demo rehearse lint test-fast test test-part test-full card mutants gpu-check versions docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -93,14 +93,21 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 	$(ENGINE)/bin/python $(PIP_INSTALL) -r tests/data/engine/requirements.txt
 	touch $@
 
+FOR_LONG_TESTS := .venv/.templates .venv/.wandb $(MODEL)/config.json .venv/.pretended $(ENGINE)/.installed
+COMMITS ?= $$(git rev-list --count HEAD)
+
 # After what imports the package, which is installed again here.
 .venv/.wandb: .venv/.installed | lint $(MODEL)/config.json
 	$(BIN)/python $(PIP_INSTALL) -e .[wandb]
 	touch $@
 
 # Everything, the long cases too.
-test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json .venv/.pretended $(ENGINE)/.installed
+test-full: lint $(FOR_LONG_TESTS)
 	$(PYTEST) $(IN_PARALLEL) -m ''
+
+# A sixth of the long cases, by the number of commits, in at most 15 minutes; COMMITS=3 runs part 3.
+test-part: $(FOR_LONG_TESTS)
+	$(PYTEST) $(IN_PARALLEL) -m full -p helpers.long_tests --commits $(COMMITS)
 
 card:
 	@echo 'ERROR: make card is closed - read its result in benchmarks/CLOSED.md, or run make gpu-check' >&2; exit 2

@@ -1,0 +1,93 @@
+"""`make test-part`: a sixth of the long tests, chosen by the number of commits, in limited time.
+
+tests/long_tests.json keeps what the last six parts were. It tells which tests were in none of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PARTS = 6
+LIMIT_S = 15 * 60
+RECORD = Path(__file__).resolve().parent.parent / "long_tests.json"
+LEFT_OUT = f"left out, since {LIMIT_S // 60} minutes were over"
+NOT_RUN = f"in none of the last {PARTS} parts"
+_STARTED, _UNRUN = pytest.StashKey[float](), pytest.StashKey[set[str]]()
+Run = dict[str, Any]
+
+
+def part_of(test: str) -> int:
+    """Return the part of a test, which other tests do not move."""
+    return zlib.crc32(test.encode()) % PARTS
+
+
+def not_run(tests: Iterable[str], runs: list[Run]) -> list[str]:
+    """Return the tests that none of these runs holds, and the parts that none of them was."""
+    absent = {*range(PARTS)} - {run["part"] for run in runs}
+    return [
+        *(f"part {part}: make test-part COMMITS={part}" for part in sorted(absent)),
+        *(
+            test
+            for test in tests
+            if part_of(test) not in absent
+            and all(test in run["left_out"] for run in runs if run["part"] == part_of(test))
+        ),
+    ]
+
+
+def with_run(part: int, left_out: list[str]) -> list[Run]:
+    """Return the last parts on record, and this one."""
+    before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return [*before, {"part": part, "date": date, "left_out": left_out}][-PARTS:]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--commits", type=int, required=True, help="the number of commits")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STARTED], config.stash[_UNRUN] = time.monotonic(), set()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("commits") % PARTS
+    unrun = not_run([item.nodeid for item in items], with_run(part, []))
+    if hasattr(config, "workeroutput"):  # the process that reports collects nothing
+        config.workeroutput["unrun"] = unrun
+    config.stash[_UNRUN].update(unrun)
+    items[:] = [item for item in items if part_of(item.nodeid) == part]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - item.config.stash[_STARTED] > LIMIT_S:
+        pytest.skip(LEFT_OUT)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_UNRUN].update(getattr(node, "workeroutput", {}).get("unrun", []))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    part = config.getoption("commits") % PARTS
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = sorted(report.nodeid for report in skipped if LEFT_OUT in str(report.longrepr))
+    terminalreporter.section(f"part {part} of 0 to {PARTS - 1} of the long tests")
+    for title, tests in ((LEFT_OUT, left_out), (NOT_RUN, sorted(config.stash[_UNRUN]))):
+        terminalreporter.write_line(f"{title}: {len(tests) or 'none'}")
+        for test in tests:
+            terminalreporter.write_line(f"  {test}")
+    if config.option.collectonly:
+        return
+    runs = json.dumps(with_run(part, left_out), indent=1)
+    RECORD.write_text(runs + "\n", encoding="utf-8")
