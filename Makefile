@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # Two prerequisites at once: mypy beside the download of test data.
 MAKEFLAGS += --jobs=2
+# Each process of a test or a launch would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo rehearse lint test-fast test test-part test-full card mutants gpu-check versions docs bench clean
 
 PYTHON ?= python3
