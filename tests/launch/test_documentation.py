@@ -227,8 +227,9 @@ def demo(settings: str, timeout_s: float = 400) -> str:
     return run(f"make demo {settings}", REPOSITORY, timeout_s)
 
 
+@pytest.mark.full
 def test_make_demo_trains_asks_and_reports(tmp_path, models):
-    """With a tiny model; a long test has the real weights."""
+    """With a tiny model, as in one that another test has the real weights."""
     run_dir = tmp_path / "demo"
     two = (REPOSITORY / "examples/chats/short_eval.jsonl").read_text("utf-8").splitlines()[:2]
     (tmp_path / "two.jsonl").write_text("\n".join(two), encoding="utf-8")

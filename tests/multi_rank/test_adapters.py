@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,20 @@ def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return the trained peft model of each kind, the records, its losses and its norms."""
+def expected(
+    sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], tuple[Any, ...]]:
+    """Return what trains the peft model of a kind once: it, the records, its losses and norms."""
     records = [encode(tokenizer, record) for record in uneven_chats()]
-    trained = {}
-    for kind in TARGETS:
+
+    @cache
+    def trained(kind: str) -> tuple[Any, ...]:
         path = sharp[kind]
         targets = "experts" if kind == "experts" else "all-linear"
         factors = initial_factors(path, LoraConfig(rank=3, alpha=12, targets=targets))
         model = peft_model(path, factors, 3, 12, **TARGETS[kind])
-        trained[kind] = (model, records, *plain_lora_training(model, records, RATES, max_norm=9))
+        return model, records, *plain_lora_training(model, records, RATES, max_norm=9)
+
     return trained
 
 
@@ -135,8 +140,8 @@ def test_steps_equal_a_plain_loop_around_peft(kind, ranks, more, sharp, expected
     output, run_dir = run(sharp[kind], tmp_path, ranks, *more)
     among = "no experts among" if kind == "llama" else "experts among"
     assert re.search(rf"^LoRA: rank 3, alpha 12, {among} its modules: ", output, re.MULTILINE)
-    assert_steps(run_dir, expected[kind])
-    assert_exported(run_dir, sharp[kind], expected[kind])
+    assert_steps(run_dir, expected(kind))
+    assert_exported(run_dir, sharp[kind], expected(kind))
 
 
 @contextmanager
@@ -165,8 +170,8 @@ def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
     require_error_line(last_line)
     output, run_dir = run(source, tmp_path, 1, "run.resume=auto")
     assert "Resumed from checkpoint_0000002" in output and "does not say" not in output
-    assert_steps(run_dir, expected["glm"])
-    assert_exported(run_dir, source, expected["glm"])
+    assert_steps(run_dir, expected("glm"))
+    assert_exported(run_dir, source, expected("glm"))
 
     last = checkpoint(run_dir, 4)
     stored = {name for file in last.glob("rank_*") for name in load_file(file)}
@@ -286,8 +291,8 @@ def test_nodes_with_disks_of_their_own_merge_on_the_first(sharp, expected, tmp_p
         folder.mkdir()
     given = arguments(sharp["glm"], tmp_path, 2, "run.dir=run")
     finish(train_on_nodes(nodes, *given))
-    assert_steps(tmp_path / "a/run", expected["glm"])
-    assert_exported(tmp_path / "a/run", sharp["glm"], expected["glm"])
+    assert_steps(tmp_path / "a/run", expected("glm"))
+    assert_exported(tmp_path / "a/run", sharp["glm"], expected("glm"))
 
 
 @pytest.mark.full

@@ -69,10 +69,10 @@ FULL, SELECTIVE, NONE = (
 APART = "data.packing=false"
 CASES: list[Case] = [
     ("llama", Mesh(2, 2), Mesh(4, 4), FULL),  # three key heads for two ranks, and for four
-    ("qwen3", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
     ("glm4_moe", Mesh(4, 1, 4, tensor=2), Mesh(4, 1, tensor=2), SELECTIVE),
 ]
 MATRIX: list[Case] = [
+    ("qwen3", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
     ("llama_of_4", Mesh(2, 1), Mesh(4, 1, stages=2, tensor=2), SELECTIVE),
     ("llama_of_4", Mesh(4, 1, tensor=4), Mesh(4, 1, tensor=2), ["model.compile=true", *FULL]),
     ("tied_llama", Mesh(4, 1, tensor=2), Mesh(2, 2), FULL),

@@ -233,7 +233,7 @@ def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path):
 @needs_compiler
 def test_a_check_of_each_kind_passes_on_a_pretended_gpu(tmp_path):
     """Tests on pretended GPUs hold what the others check."""
-    names = ["device", "experts", "optimizer", "losses", "speed-llama3-8b-lora", "ceiling"]
+    names = ["device", "losses"]
     on_ranks(1, check_in_forks, tmp_path, names, cwd=tmp_path, timeout_s=400)
     rows = results_of(tmp_path)
     assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(names, "ok")

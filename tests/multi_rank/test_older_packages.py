@@ -69,6 +69,7 @@ def test_experts_train_where_they_are_and_json_lines_need_no_datasets(folder, ol
     assert old == new and len(old) == 2
 
 
+@pytest.mark.full
 def test_more_ranks_for_experts_are_refused_by_name(folder, older):
     more = [*RUN, "parallel.expert=2"]
     done = launch(2, *more, cwd=folder, env=older)

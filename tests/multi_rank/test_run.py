@@ -193,6 +193,7 @@ def losses(run_dir: Path) -> list[float]:
     return [entry["loss"] for kind in ("step", "eval") for entry in read_metrics(run_dir, kind)]
 
 
+@pytest.mark.full
 def test_every_launcher_gives_the_same_run(tmp_path, models):
     write_inputs(tmp_path, models["llama"])
     assert train(2, "run.dir=runs/torchrun", "train.max_steps=2", cwd=tmp_path).returncode == 0

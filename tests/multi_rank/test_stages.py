@@ -169,10 +169,10 @@ def test_passes_receive_early_and_gather_each_layer_once(ranks, stages, models, 
 def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(sharp, expected, tmp_path):
     more = ["parallel.expert=2", "checkpoint.keep=9", "eval.every_steps=1"]
     evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
-    for steps, ranks, stages in ((1, 4, 2), (2, 2, 1), (3, 4, 2), (4, 4, 1)):
+    for steps, ranks, stages in ((1, 2, 1), (2, 4, 2), (4, 4, 1)):
         given = [*more, f"train.max_steps={steps}", f"data.eval={evaluated}"]
         said, run_dir = run(sharp["glm"], tmp_path, ranks, stages, *given)
-        assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
+        assert steps == 1 or f"Resumed from checkpoint_{steps // 2:07d}" in said
     assert_same_steps(run_dir, expected["glm"])
     assert_same_weights(run_dir, expected["glm"])
     manifests = [

@@ -99,7 +99,13 @@ def test_workers_write_the_cache_entry_of_one_process(model, tmp_path, monkeypat
     ]
     metas = [json.loads(content.pop("meta.json")) for content in contents]
     assert contents[0] == contents[1] and metas[0] == metas[1]
-    write(train, [*records, "broken"])
+
+
+@pytest.mark.full
+def test_a_worker_names_the_line_of_a_broken_record(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize, "_SINGLE_PROCESS_S", 0.0)
+    records = [chat(f"number {i}") for i in range(1501)]
+    train = write(tmp_path / "a.jsonl", [*records, "broken"])
     assert (
         f"{train}:1502: the record is 'broken' - write a JSON object"
         in problems_of(model, train, max_length=40)[0]
