@@ -23,6 +23,7 @@ from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
 from shardtune.data.paths import kind_of, split_path
 from shardtune.distributed.layout import Layout
+from shardtune.distributed.measured import CPU
 from shardtune.model.source.config_json import problems_of_model
 from shardtune.model.source.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 from shardtune.units import gb
@@ -112,9 +113,7 @@ def _machine_facts(environment: Environment, config: Config) -> Message:
         "problems": problems,
         "warnings": [*_warnings(gpus, rdma_ports)],
         "processes": environment.processes,
-        "devices": {
-            "the device": " and ".join(dict.fromkeys(gpu["name"] for gpu in gpus)) or "CPU process"
-        },
+        "devices": {"the device": " and ".join(dict.fromkeys(gpu["name"] for gpu in gpus)) or CPU},
         "backend": "nccl" if gpus else "gloo",
         "rdma_ports": rdma_ports,
         "run_dir": config.run.dir,

@@ -76,7 +76,8 @@ async def check_nodes(
             warn(line)
         assert environment.config is not None
         with contextlib.suppress(OSError):  # the run itself says why it cannot write there
-            write_measured(Path(environment.config.run.dir), job["sizes"], figures)
+            device = facts[0]["devices"]["the device"]  # the nodes agree on it
+            write_measured(Path(environment.config.run.dir), job["sizes"], device, figures)
     return facts
 
 

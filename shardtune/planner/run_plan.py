@@ -28,7 +28,7 @@ from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
 from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.join import native_dtype
-from shardtune.distributed.measured import read_measured
+from shardtune.distributed.measured import CPU, read_measured
 from shardtune.distributed.rank_record import RECORDS, STACK
 from shardtune.distributed.signals import die_with_parent
 from shardtune.distributed.tensors import DTYPES
@@ -67,9 +67,12 @@ class RunPlan:
         # Uneven nodes count as one node with all ranks.
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
         nodes = world.size // ranks_per_node
-        measured = read_measured(run.directory.path, nodes, ranks_per_node)
         is_gpu = world.layout.is_gpu
-        card = card_of(torch.cuda.get_device_name(world.device)) if is_gpu else None
+        device = torch.cuda.get_device_name(world.device) if is_gpu else CPU
+        card = card_of(device)
+        measured = read_measured(
+            run.directory.path, nodes, ranks_per_node, lambda name: device in name.split(" and ")
+        )
         self._machine = Machine(
             nodes=nodes,
             ranks_per_node=ranks_per_node,

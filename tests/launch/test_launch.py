@@ -21,7 +21,7 @@ from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, start
 
 from shardtune.cluster.environment import DEFAULTS
-from shardtune.distributed.measured import read_measured
+from shardtune.distributed.measured import CPU, read_measured
 
 BANNER = """========================================
 Launching {role} NODE (Node {node})
@@ -102,8 +102,9 @@ def test_two_nodes_of_different_size_train(folder):
     (code0, output0, errors0), (code1, output1, errors1) = end(master), end(worker)
     assert (code0, code1) == (0, 0), errors0 + errors1
     host = socket.gethostname()
-    assert read_measured(folder / "runs/config", 1, 3).ranks == []
-    assert json.loads((folder / "runs/config/preflight.json").read_text())["ranks"] == [2, 1]
+    assert read_measured(folder / "runs/config", 1, 3, lambda _: True).ranks == []
+    measured = json.loads((folder / "runs/config/preflight.json").read_text())
+    assert (measured["ranks"], measured["device"]) == ([2, 1], CPU)
     for output, role, node, gpus in ((output0, "MASTER", 0, 2), (output1, "WORKER", 1, 1)):
         assert output.startswith(BANNER.format(role=role, node=node, port=port, nodes=2, gpus=gpus))
         assert output.count(BLOCK.format(host=host, world=3, nodes=2, gpus=gpus, port=port)) == 1

@@ -14,7 +14,7 @@ from helpers.ranks import on_ranks, run_script, train
 from transformers import AutoConfig, AutoTokenizer
 
 from shardtune.distributed.host_memory import available_memory
-from shardtune.distributed.measured import write_measured
+from shardtune.distributed.measured import CPU, write_measured
 from shardtune.planner import run_plan
 
 
@@ -76,7 +76,7 @@ def test_a_plan_that_is_ignored_is_held_against_the_run(models, tmp_path):
 def test_a_run_with_a_slow_mesh_names_the_fastest_once(models, tmp_path):
     """By the bandwidth that the preflight has left: 1 MB/s between the ranks."""
     figures = [{"between": 0, "inside": 1e6, "flops": [1e12, 1e12]}]
-    write_measured(tmp_path / "run", [2], figures)
+    write_measured(tmp_path / "run", [2], CPU, figures)
     small = ["train.gradient_accumulation_steps=2", "eval.baseline=false"]
     arguments = given(models["llama"], tmp_path, *small)
     said = finish(on_ranks(2, run_script, arguments, cwd=tmp_path))

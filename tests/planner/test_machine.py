@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import replace
 
@@ -11,6 +12,10 @@ from helpers.planned import CONFIG, LLAMA, MACHINE, configured
 from shardtune.__main__ import run
 from shardtune.cards import CARDS
 from shardtune.distributed.layout import Layout
+from shardtune.distributed.measured import CPU, write_measured
+from shardtune.planner.command.options import add_arguments
+from shardtune.planner.command.plan_command import machine_of
+from shardtune.planner.command.text import assumed
 from shardtune.planner.command.verdict import verdict
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
@@ -53,8 +58,8 @@ def test_a_verdict_says_what_is_tight_and_what_compiled_layers_save():
 
 def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
     with_layers(LLAMA, 2).save_pretrained(tmp_path)
-    given = ["plan", "--config", str(CONFIG), f"model.path={tmp_path}", "--gpus-per-node", "2"]
-    given += ["--nodes", "1", "--tokens", "1e6", "--price", "2"]
+    given = ["plan", "--config", str(CONFIG), f"model.path={tmp_path}", f"run.dir={tmp_path}"]
+    given += ["--gpus-per-node", "2", "--nodes", "1", "--tokens", "1e6", "--price", "2"]
     said = []
     for machine in (["--gpu", "rtx 4090"], ["--gpu", "h100", "--gpu-memory", "24"]):
         assert run([*given, *machine]) == 0
@@ -75,3 +80,29 @@ def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
     assert by_arithmetic.startswith("By arithmetic the run fits: ") and verdict_.startswith(
         "The run fits"
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "gpu", "taken"),
+    [
+        ("NVIDIA H100 80GB HBM3", [2, 2], None, (2e9, 3e9, 4e12)),
+        ("NVIDIA H100 80GB HBM3", [2, 2], "h100", (2e9, 450e9, 989e12)),
+        ("NVIDIA A100-SXM4-80GB", [2, 2], "h100", (12.5e9, 450e9, 989e12)),
+        (CPU, [2, 2], None, (12.5e9, 450e9, 989e12)),
+        (CPU, [2], "rtx 4090", (12.5e9, 25e9, 165.2e12)),
+        ("NVIDIA H100 80GB HBM3", [2], None, (12.5e9, 3e9, 4e12)),
+        ("NVIDIA H100 80GB HBM3", [2], "h100", (12.5e9, 450e9, 989e12)),
+    ],
+)
+def test_a_plan_takes_measured_rates_only_where_they_were_measured(
+    device, ranks, gpu, taken, tmp_path
+):
+    figures = [{"between": 2e9, "inside": 3e9, "flops": [4e12]}] * len(ranks)
+    write_measured(tmp_path, ranks, device, figures)
+    arguments = ["--nodes", str(len(ranks)), "--gpus-per-node", "2", *(["--gpu", gpu] * bool(gpu))]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    machine = machine_of(parser.parse_args(arguments), configured(f"run.dir={tmp_path}"))
+    assert (machine.node_bytes_per_s, machine.rank_bytes_per_s, machine.flops_per_s) == taken
+    is_said = f"by the preflight of {tmp_path}" in assumed(machine)
+    assert is_said == bool({2e9, 3e9, 4e12} & {*taken})

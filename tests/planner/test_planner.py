@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from shardtune.__main__ import run
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
-from shardtune.distributed.measured import MeasuredMachine, read_measured, write_measured
+from shardtune.distributed.measured import MeasuredMachine, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.model.source.quantised import piece_bytes
 from shardtune.planner.arithmetic.figures import Cause, Collective
@@ -241,9 +241,9 @@ def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measur
 ):
     with_layers(LLAMA, 2).save_pretrained(tmp_path)
     figures = [{"between": 2e9 * n, "inside": 3e9 * n, "flops": [5e12 * n, 4e12]} for n in (2, 1)]
-    slowest = write_measured(tmp_path / "run", [2, 2], figures)
-    assert slowest == MeasuredMachine([2, 2], 2e9, 3e9, 4e12)
-    assert read_measured(tmp_path / "run", 2, 4).ranks == []
+    a100 = "NVIDIA A100-SXM4-80GB"
+    slowest = write_measured(tmp_path / "run", [2, 2], a100, figures)
+    assert slowest == MeasuredMachine([2, 2], a100, 2e9, 3e9, 4e12)
     given = ["--config", str(CONFIG), f"model.path={tmp_path}", f"run.dir={tmp_path / 'run'}"]
     given += ["data.max_length=64", "train.gradient_accumulation_steps=1"]
     assert run(["plan", *given, "--gpus-per-node", "2", "--nvlink-gbps", "8"]) == 0

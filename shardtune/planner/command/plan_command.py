@@ -9,11 +9,12 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from shardtune.cards import card_named, card_of
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.model_files import require_exportable
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
-from shardtune.distributed.measured import read_measured
+from shardtune.distributed.measured import CPU, read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.documents.attention_check import require_documents_apart
@@ -145,12 +146,18 @@ def _require_fitting_files(path: str) -> None:
 def machine_of(options: argparse.Namespace, config: Config) -> Machine:
     """Return the machine of `options`.
 
-    It has the rates that a preflight measured in run.dir, with `--gpu` that of the network alone.
+    It has the rates that a preflight of GPUs measured in run.dir; with `--gpu` that of the network
+    alone, if the preflight's GPUs were the same card.
     """
     nodes, ranks = options.nodes, options.gpus_per_node
     card, nic = card_of_options(options), options.nic_gbps
-    measured = read_measured(Path(config.run.dir), nodes, ranks)
     is_own = options.gpu is None  # a named card has rates of its own
+    measured = read_measured(
+        Path(config.run.dir),
+        nodes,
+        ranks,
+        lambda device: device != CPU if is_own else card_of(device) == card_named(options.gpu),
+    )
     between = measured.node_bytes_per_s if nic is None else None
     inside = measured.rank_bytes_per_s if is_own and options.nvlink_gbps is None else None
     flops = measured.flops_per_s if is_own and options.gpu_tflops is None else None
