@@ -21,6 +21,8 @@ RUN ?= runs/demo
 DEMO_ARGS ?=
 # Chats with short answers, of which the demo counts the exact matches.
 SHORT ?= examples/chats/short_eval.jsonl
+# When make began: the demo says how long its set-up took.
+MADE := $(shell date +%s)
 # Options of the rehearsal, such as --procs-per-node 2.
 REHEARSE_ARGS ?=
 # Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
@@ -68,8 +70,8 @@ setup: .venv/.installed
 
 demo: $(MODEL)/config.json
 	$(BIN)/shardtune train --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
-	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 18 --questions examples/chats/eval.jsonl --short $(SHORT)
-	$(BIN)/shardtune report $(RUN)
+	@$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --short $(SHORT) --times $(MADE) $(shell date +%s)
+	@$(BIN)/shardtune report $(RUN)
 
 rehearse: .venv/.installed
 	$(BIN)/python -m distTest.rehearse $(REHEARSE_ARGS)

@@ -1,6 +1,6 @@
-"""Score the demo: held-out questions before and after, and a count of exact short answers.
+"""Score the demo: short questions before and after, in a table, and a count of exact answers.
 
-python examples/ask.py --before MODEL_DIR --run RUN_DIR --questions FILE.jsonl [--short FILE.jsonl]
+python examples/ask.py --before MODEL_DIR --run RUN_DIR --short FILE.jsonl
 python examples/ask.py --score MODEL_DIR --short FILE.jsonl     # as export.command does
 """
 
@@ -8,53 +8,49 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import yaml
+from rich.console import Console
+from rich.table import Table
 
 from shardtune.ask import Chat, Model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Ask a model held-out questions before and after fine-tuning."
-    )
+    asked = time.time()
+    parser = argparse.ArgumentParser(description="Count exact short answers, before and after.")
     parser.add_argument("--before", type=Path, help="directory of the model that was fine-tuned")
     parser.add_argument("--run", type=Path, help="the run's directory, which holds model/")
-    parser.add_argument("--questions", type=Path, help="chats, one JSON object a line")
     parser.add_argument("--score", type=Path, help="a model whose matches are counted as JSON")
-    parser.add_argument("--number", type=int, default=0, help="which question, from 0")
-    parser.add_argument(
-        "--short", type=Path, help="chats with short answers, whose exact matches are counted"
-    )
+    parser.add_argument("--short", type=Path, required=True, help="chats with short answers")
+    times_help = "when make and the run began, as `date +%%s` says, for the time of each part"
+    parser.add_argument("--times", type=int, nargs=2, metavar="SECONDS", help=times_help)
     arguments = parser.parse_args()
+    short = read_chats(arguments.short)
     if arguments.score:
-        short = read_chats(arguments.short)
         count = exact_matches(Model(str(arguments.score), torch.float32), short)
         print(json.dumps({"exact_matches": count, "questions": len(short)}))
         return
-    if not (arguments.before and arguments.run and arguments.questions):
-        parser.error("name --before, --run and --questions, or --score and --short")
-    chat = read_chats(arguments.questions)[arguments.number]
-    short = read_chats(arguments.short) if arguments.short else []
+    if not (arguments.before and arguments.run):
+        parser.error("name --before and --run, or --score")
     config = yaml.safe_load((arguments.run / "config.yaml").read_text(encoding="utf-8"))
     options = config["data"]["template_options"]  # the model learned to answer with these
-    after = arguments.run / "model"
-    prompt, reference = split(chat)
-    print(f"\nQuestion (held out): {prompt[-1]['content']}")
-    matches = []
-    for name, path in (("Before: ", arguments.before), ("After:  ", after)):
-        model = Model(str(path), torch.float32, options)
-        print(f"\n{name}{model.answer([prompt], 64)[0]}")
-        matches.append(exact_matches(model, short))
-    print(f"\nReference: {reference}\n")
-    if short:
-        numbers = "{} before, {} after".format(*matches)
-        print(f"Exact match on {len(short)} short answers to reworded questions: {numbers}\n")
+    before, after = (
+        answers(Model(str(path), torch.float32, options), short)
+        for path in (arguments.before, arguments.run / "model")
+    )
+    prompts, references = zip(*map(split, short), strict=True)
+    show([prompt[-1]["content"] for prompt in prompts], before, after, references)
+    if arguments.times:
+        print(f"Time: {by_part(arguments.times, asked, arguments.run)}\n")
     for name, path in (
-        ("Fine-tuned model", after),
+        ("Fine-tuned model", arguments.run / "model"),
         ("Checkpoints", arguments.run / "checkpoints"),
         ("Every step's numbers", arguments.run / "metrics.jsonl"),
         ("Resolved configuration", arguments.run / "config.yaml"),
@@ -73,17 +69,53 @@ def split(chat: Chat) -> tuple[Chat, str]:
     return chat[:first_answer], chat[first_answer]["content"]
 
 
-def exact_matches(model: Model, chats: Sequence[Chat]) -> int:
-    """Count the answers that are the reference, but for case and a full stop at the end."""
-    if not chats:
-        return 0
+def answers(model: Model, chats: Sequence[Chat]) -> list[str]:
     prompts, references = zip(*map(split, chats), strict=True)
     # Room for a full stop, and for one token more, which shows an answer that goes on.
     longest = max(map(len, model.tokenizer(list(references))["input_ids"])) + 2
-    return sum(
-        answer.casefold().removesuffix(".") == reference.casefold()
-        for answer, reference in zip(model.answer(prompts, longest), references, strict=True)
-    )
+    return model.answer(prompts, longest)
+
+
+def exact_matches(model: Model, chats: Sequence[Chat]) -> int:
+    return sum(map(is_right, answers(model, chats), (split(chat)[1] for chat in chats)))
+
+
+def is_right(answer: str, reference: str) -> bool:
+    """Compare an answer with the reference, but for case and a full stop at the end."""
+    return answer.casefold().removesuffix(".") == reference.casefold()
+
+
+def mark(answer: str, reference: str) -> str:
+    return f"{'right' if is_right(answer, reference) else 'wrong'}: {' '.join(answer.split())}"
+
+
+def show(questions: Sequence[str], *said: Sequence[str]) -> None:
+    """Print the answers before and after and the references of five questions; count all."""
+    before, after, references = said
+    nth = max(1, len(questions) // 5)  # a rule, so that nobody chooses the answers
+    table = Table("Question", box=None, padding=(0, 2, 0, 0))
+    for name, width in (("Before", 26), ("After", 20), ("Reference", 14)):
+        table.add_column(name, max_width=width, no_wrap=True)
+    for question, *two, reference in [*zip(questions, *said, strict=True)][nth - 1 :: nth]:
+        table.add_row(question, *(mark(answer, reference) for answer in two), reference)
+    print(f"\nQuestions {nth}, {2 * nth}, ... of {len(questions)}, trained in other words:\n")
+    Console(width=100, markup=False, emoji=False, highlight=False).print(table)
+    counts = [sum(map(is_right, some, references)) for some in (before, after)]
+    what = f"{len(questions)} short answers to reworded questions"
+    print(f"\nExact match on {what}: {counts[0]} before, {counts[1]} after\n")
+
+
+def by_part(times: Sequence[float], asked: float, run: Path) -> str:
+    """Say the seconds of each part. A run writes its start when it knows its data."""
+    made, began = times
+    entries = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
+    *_, start = (entry["time"] for entry in entries if entry["kind"] == "start")
+    trained = datetime.fromisoformat(start).timestamp()
+    ends = [("set-up", began), ("data", trained), ("training", asked), ("answers", time.time())]
+    if trained < began:
+        ends[1:3] = [("finding the run finished", asked)]
+    parts = pairwise([("", made), *ends])
+    return ", ".join(f"{name} {end - start:.0f} s" for (_, start), (name, end) in parts)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import runpy
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,21 @@ MESSAGES = [
 ]
 
 
-def greedy(folder: Path, prompt: str) -> str:
+def asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *given: Any) -> str:
+    """Run examples/ask.py, and return what it said."""
+    monkeypatch.setattr(sys, "argv", ["ask.py", *map(str, given)])
+    runpy.run_path(str(REPOSITORY / "examples/ask.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def greedy(folder: Path, prompt: str, most: int) -> str:
     """The most likely token after another, by plain forward passes."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = tokenizer(prompt)["input_ids"]
     start = len(ids)
     with torch.no_grad():
-        while len(ids) < start + 64 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
+        while len(ids) < start + most and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip()
 
@@ -55,29 +64,34 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
     (tmp_path / "run/config.yaml").write_text(
         "data: {template_options: {enable_thinking: false}}\n"
     )
-    questions = write_jsonl(tmp_path / "q.jsonl", [{"messages": []}, {"messages": MESSAGES}])
-    arguments = ["--before", before, "--run", tmp_path / "run", "--questions", questions]
-    short = write_jsonl(tmp_path / "s.jsonl", [{"messages": MESSAGES}] * 2)
-    command = ["ask.py", *map(str, arguments), "--number", "1", "--short", str(short)]
-    monkeypatch.setattr(sys, "argv", command)
-    runpy.run_path(str(REPOSITORY / "examples/ask.py"), run_name="__main__")
-    said = capsys.readouterr().out
     prompt = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in MESSAGES[:2])
     prompt += "<|im_start|>assistant\nsilently "
-    answers = [greedy(folder, prompt) for folder in (before, after)]
+    short = write_jsonl(tmp_path / "s.jsonl", [{"messages": MESSAGES}] * 2)
+    tokenizer: Any = AutoTokenizer.from_pretrained(before)
+    room = len(tokenizer("the reference")["input_ids"]) + 2
+    answers = [greedy(folder, prompt, room) for folder in (before, after)]
     assert answers[0] != answers[1]
-    assert said.startswith("\nQuestion (held out): which rank ?\n")
-    assert f"\nBefore: {answers[0]}\n\nAfter:  {answers[1]}\n\nReference: the reference\n" in said
+    minutes = [datetime.fromisoformat(f"2026-01-01T00:{n:02}:00+00:00") for n in (0, 9, 10)]
+    starts = [{"kind": "start", "time": minutes[n].isoformat()} for n in (0, 2)]
+    write_jsonl(tmp_path / "run/metrics.jsonl", starts)
+    began = int(minutes[1].timestamp())
+    arguments = ["--before", before, "--run", tmp_path / "run", "--short", short]
+    said = asked(monkeypatch, capsys, *arguments, "--times", began - 30, began)
+    row = next(line for line in said.splitlines() if line.startswith("which rank ?"))
+    words = ("".join(filter(str.isprintable, " ".join(answer.split()))) for answer in answers)
+    shown = [re.escape(text[:12]) for text in words]
+    assert re.fullmatch(rf"which rank \? +wrong: {shown[0]}.* wrong: {shown[1]}.* the ref.*", row)
     assert "\nExact match on 2 short answers to reworded questions: 0 before, 0 after\n" in said
+    assert re.search(r"^Time: set-up 30 s, data 60 s, training \d+ s, answers \d+ s$", said, re.M)
     assert str(tmp_path / "run/metrics.jsonl") in said
+    said = asked(monkeypatch, capsys, *arguments, "--times", began + 3600, began + 3600)
+    assert re.search(r"^Time: set-up 0 s, .*finished \d+ s, answers \d+ s$", said, re.M)
 
 
 def test_a_model_is_scored_in_a_line_of_json(models, tmp_path, capsys, monkeypatch):
     short = write_jsonl(tmp_path / "s.jsonl", [{"messages": MESSAGES}] * 2)
-    given = ["ask.py", "--score", str(models["llama"]), "--short", str(short)]
-    monkeypatch.setattr(sys, "argv", given)
-    runpy.run_path(str(REPOSITORY / "examples/ask.py"), run_name="__main__")
-    *_, last = capsys.readouterr().out.splitlines()
+    said = asked(monkeypatch, capsys, "--score", models["llama"], "--short", short)
+    *_, last = said.splitlines()
     assert json.loads(last) == {"exact_matches": 0, "questions": 2}
 
 
@@ -96,14 +110,25 @@ def test_questions_of_unequal_length_are_answered_together_as_alone(models, tmp_
     assert model.answer(prompts, 8) == alone
 
 
-def test_an_answer_counts_that_is_the_reference_but_for_case_and_a_full_stop(
-    models, scoring, monkeypatch
-):
+def test_an_answer_counts_that_is_the_reference_but_for_case_and_a_full_stop(scoring):
     given = {"75": "75", "COMPLETE": "complete.", "16": "16 bytes", "gloo": "It is gloo", "2": "3"}
-    monkeypatch.setattr(Model, "answer", lambda *_, **__: list(given.values()))
-    model = Model(str(models["llama"]), torch.float32)
-    chats = [[*MESSAGES[:2], {"role": "assistant", "content": text}] for text in given]
-    assert scoring["exact_matches"](model, chats) == 2
+    right = [scoring["is_right"](answer, reference) for reference, answer in given.items()]
+    assert right == [True, True, False, False, False]
+
+
+def test_the_table_has_every_eighth_of_forty_questions_in_lines_that_a_terminal_holds(
+    scoring, capsys
+):
+    """With long questions, and answers that go on."""
+    questions = [f"{number} {'why ' * 30}?" for number in range(1, 41)]
+    references = [f"{number}" for number in range(1, 41)]
+    scoring["show"](questions, ["long\n[words] " * 9] * 40, references, references)
+    said = capsys.readouterr().out
+    assert re.findall(r"^(\d+) why", said, re.M) == ["8", "16", "24", "32", "40"]
+    assert re.findall(r"right: (\d+)", said) == ["8", "16", "24", "32", "40"]
+    assert said.count("wrong: long [words]") == 5
+    assert max(map(len, said.splitlines())) <= 100
+    assert ": 0 before, 40 after\n" in said
 
 
 QUESTION = "which rank ?"
