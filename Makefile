@@ -70,7 +70,7 @@ setup: .venv/.installed
 
 demo: $(MODEL)/config.json
 	$(BIN)/shardtune train --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
-	@$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --short $(SHORT) --times $(MADE) $(shell date +%s)
+	@$(BIN)/python examples/ask.py --run $(RUN) --short $(SHORT) --times $(MADE) $(shell date +%s)
 	@$(BIN)/shardtune report $(RUN)
 
 rehearse: .venv/.installed

@@ -1,6 +1,6 @@
 """Score the demo: short questions before and after, in a table, and a count of exact answers.
 
-python examples/ask.py --before MODEL_DIR --run RUN_DIR --short FILE.jsonl
+python examples/ask.py --run RUN_DIR --short FILE.jsonl
 python examples/ask.py --score MODEL_DIR --short FILE.jsonl     # as export.command does
 """
 
@@ -25,25 +25,22 @@ from shardtune.ask import Chat, Model
 def main() -> None:
     asked = time.time()
     parser = argparse.ArgumentParser(description="Count exact short answers, before and after.")
-    parser.add_argument("--before", type=Path, help="directory of the model that was fine-tuned")
-    parser.add_argument("--run", type=Path, help="the run's directory, which holds model/")
-    parser.add_argument("--score", type=Path, help="a model whose matches are counted as JSON")
+    asking = parser.add_mutually_exclusive_group(required=True)
+    asking.add_argument("--run", type=Path, help="the run's directory, which holds model/")
+    asking.add_argument("--score", type=Path, help="a model whose matches are counted as JSON")
     parser.add_argument("--short", type=Path, required=True, help="chats with short answers")
-    times_help = "when make and the run began, as `date +%%s` says, for the time of each part"
-    parser.add_argument("--times", type=int, nargs=2, metavar="SECONDS", help=times_help)
+    parser.add_argument("--times", type=int, nargs=2, help="when make and the run began: date +%%s")
     arguments = parser.parse_args()
     short = read_chats(arguments.short)
     if arguments.score:
         count = exact_matches(Model(str(arguments.score), torch.float32), short)
         print(json.dumps({"exact_matches": count, "questions": len(short)}))
         return
-    if not (arguments.before and arguments.run):
-        parser.error("name --before and --run, or --score")
     config = yaml.safe_load((arguments.run / "config.yaml").read_text(encoding="utf-8"))
     options = config["data"]["template_options"]  # the model learned to answer with these
     before, after = (
         answers(Model(str(path), torch.float32, options), short)
-        for path in (arguments.before, arguments.run / "model")
+        for path in (config["model"]["path"], arguments.run / "model")
     )
     prompts, references = zip(*map(split, short), strict=True)
     show([prompt[-1]["content"] for prompt in prompts], before, after, references)
@@ -54,7 +51,7 @@ def main() -> None:
         ("Checkpoints", arguments.run / "checkpoints"),
         ("Every step's numbers", arguments.run / "metrics.jsonl"),
         ("Resolved configuration", arguments.run / "config.yaml"),
-        ("Original model", arguments.before),
+        ("Original model", config["model"]["path"]),
     ):
         print(f"{name + ':':<23} {path}")
 
@@ -85,10 +82,6 @@ def is_right(answer: str, reference: str) -> bool:
     return answer.casefold().removesuffix(".") == reference.casefold()
 
 
-def mark(answer: str, reference: str) -> str:
-    return f"{'right' if is_right(answer, reference) else 'wrong'}: {' '.join(answer.split())}"
-
-
 def show(questions: Sequence[str], *said: Sequence[str]) -> None:
     """Print the answers before and after and the references of five questions; count all."""
     before, after, references = said
@@ -96,13 +89,15 @@ def show(questions: Sequence[str], *said: Sequence[str]) -> None:
     table = Table("Question", box=None, padding=(0, 2, 0, 0))
     for name, width in (("Before", 26), ("After", 20), ("Reference", 14)):
         table.add_column(name, max_width=width, no_wrap=True)
+    marks = {True: "right", False: "wrong"}
     for question, *two, reference in [*zip(questions, *said, strict=True)][nth - 1 :: nth]:
-        table.add_row(question, *(mark(answer, reference) for answer in two), reference)
+        marked = (f"{marks[is_right(text, reference)]}: {' '.join(text.split())}" for text in two)
+        table.add_row(question, *marked, reference)
     print(f"\nQuestions {nth}, {2 * nth}, ... of {len(questions)}, trained in other words:\n")
     Console(width=100, markup=False, emoji=False, highlight=False).print(table)
-    counts = [sum(map(is_right, some, references)) for some in (before, after)]
     what = f"{len(questions)} short answers to reworded questions"
-    print(f"\nExact match on {what}: {counts[0]} before, {counts[1]} after\n")
+    was, now = (sum(map(is_right, some, references)) for some in (before, after))
+    print(f"\nExact match on {what}: {was} before, {now} after\n")
 
 
 def by_part(times: Sequence[float], asked: float, run: Path) -> str:

@@ -161,7 +161,8 @@ def test_every_documented_launcher_starts_a_run(command, repository):
 def test_the_documented_question_is_answered(repository, models):
     run_dir = repository / "runs/demo"
     shutil.copytree(models["llama"], run_dir / "model", dirs_exist_ok=True)
-    (run_dir / "config.yaml").write_text("data: {template_options: {}}\n", encoding="utf-8")
+    config = f"model: {{path: {models['llama']}}}\ndata: {{template_options: {{}}}}\n"
+    (run_dir / "config.yaml").write_text(config, encoding="utf-8")
     assert "Exact match" in run(ASKING, repository)
 
 

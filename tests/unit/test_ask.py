@@ -62,7 +62,7 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
         template = CHATML + "{% if not enable_thinking|default(true) %}silently {% endif %}"
         (folder / "chat_template.jinja").write_text(template)
     (tmp_path / "run/config.yaml").write_text(
-        "data: {template_options: {enable_thinking: false}}\n"
+        f"model: {{path: {before}}}\ndata: {{template_options: {{enable_thinking: false}}}}\n"
     )
     prompt = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in MESSAGES[:2])
     prompt += "<|im_start|>assistant\nsilently "
@@ -75,7 +75,7 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
     starts = [{"kind": "start", "time": minutes[n].isoformat()} for n in (0, 2)]
     write_jsonl(tmp_path / "run/metrics.jsonl", starts)
     began = int(minutes[1].timestamp())
-    arguments = ["--before", before, "--run", tmp_path / "run", "--short", short]
+    arguments = ["--run", tmp_path / "run", "--short", short]
     said = asked(monkeypatch, capsys, *arguments, "--times", began - 30, began)
     row = next(line for line in said.splitlines() if line.startswith("which rank ?"))
     words = ("".join(filter(str.isprintable, " ".join(answer.split()))) for answer in answers)
