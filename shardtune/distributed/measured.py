@@ -43,10 +43,7 @@ def write_measured(
 def read_measured(
     run_dir: Path, nodes: int, ranks_per_node: int, is_kind: Callable[[str], bool]
 ) -> MeasuredMachine:
-    """Read the figures of a preflight on these nodes and ranks; all None if there was none.
-
-    `is_kind`: whether figures of this device count.
-    """
+    """Read the figures of a preflight on these nodes, ranks and devices; all None if none was."""
     nothing = MeasuredMachine([], "", None, None, None)
     try:
         measured = MeasuredMachine(**json.loads((run_dir / _FILE).read_text(encoding="utf-8")))
