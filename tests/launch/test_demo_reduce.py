@@ -57,6 +57,7 @@ def on_loopback(command: str) -> str:
     return command
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "commands",
     [

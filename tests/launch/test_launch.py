@@ -120,6 +120,7 @@ def test_two_nodes_of_different_size_train(folder):
     assert not LINES.search(output1 + errors0 + errors1)
 
 
+@pytest.mark.full
 def test_a_refusal_ends_both_nodes_with_its_code(folder):
     """The master comes first; the data is broken, which is known when both have met."""
     (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, launch, read_metrics
+from conftest import REPOSITORY, read_metrics
+from helpers.commands import finish
 from helpers.documented import require_error_line
 from helpers.launches import FORWARD, break_rank, end, write_run
+from helpers.ranks import train
 
 from shardtune.__main__ import COMMANDS, run
 from shardtune.cluster import one_machine
@@ -43,21 +45,14 @@ def start(*arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_cpu_processes_train_to_the_losses_of_torchrun(folder):
+def test_two_cpu_processes_train_to_the_losses_of_the_script(folder):
     others = {"GPUS_PER_NODE": "3", "MASTER_PORT": "1"}
     code, output, errors = end(start("train.max_steps=2", "--processes=2", cwd=folder, **others))
     assert code == 0, errors
     for line in ("Launching MASTER NODE (Node 0)", "Total Nodes: 1", "  World Size: 2"):
         assert line in output.splitlines()
     assert "Preflight: NNODES=1, so this node waits for no other" in output
-    command = (
-        "--config",
-        "config.yaml",
-        "train.max_steps=2",
-        "run.dir=other",
-        "export.final=false",
-    )
-    assert launch(2, *command, cwd=folder).returncode == 0
+    finish(train(2, "train.max_steps=2", "run.dir=other", "export.final=false", cwd=folder))
     alone, other = (read_metrics(folder / run_dir, "step") for run_dir in ("run", "other"))
     assert [step["loss"] for step in alone] == [step["loss"] for step in other]
 

@@ -306,6 +306,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     require_error_line(f"ERROR: {refused.value}")
 
 
+@pytest.mark.full
 def test_under_torchrun_each_problem_is_reported_once(folder):
     (folder / "train.jsonl").write_text("no JSON\n{}\n", encoding="utf-8")
     done = launch(2, "--config", "config.yaml", cwd=folder)

@@ -29,6 +29,7 @@ def run_on(kilobytes: int, folder: Path, *settings: str) -> subprocess.Completed
     return done
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_a_save_that_finds_the_disk_full_is_said_with_each_step_and_leaves_nothing(
     models, tmp_path

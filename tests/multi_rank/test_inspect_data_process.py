@@ -3,10 +3,12 @@
 import json
 import sys
 
+import pytest
 from helpers.commands import REPOSITORY, completed
 from helpers.data_run import chat, save_model, write
 
 
+@pytest.mark.full
 def test_inspect_data_ends_quietly_when_its_reader_leaves(tmp_path):
     save_model(tmp_path / "model")
     train = write(tmp_path / "many.jsonl", [chat(f"number {i}") for i in range(3000)])

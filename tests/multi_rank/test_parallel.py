@@ -267,7 +267,8 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp, tmp_path):
     require_error_line(refused.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.full), "selective"])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["full", "selective"])
 def test_layers_computed_again_change_no_number(how, sharp, expected, tmp_path):
     _, run_dir = run(sharp["glm"], tmp_path, 2, f"model.activation_checkpointing={how}")
     check(run_dir, expected["glm"])

@@ -68,16 +68,14 @@ def test_the_plan_of_one_gpu_with_states_in_host_memory_is_what_it_allocates(tmp
     compare(tmp_path / "config.yaml", CONFIGS / "llama-3-8b", 1, 40, given, ranks=1)
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize(
     "assignments",
     [
         ["lora.rank=16", "train.micro_batch_size=4"],
-        pytest.param(
-            [f"model.{kind}_dtype=bfloat16" for kind in ("master", "reduce")]
-            + ["optimizer.name=adamw8bit"],
-            marks=pytest.mark.full,
-        ),
+        [f"model.{kind}_dtype=bfloat16" for kind in ("master", "reduce")]
+        + ["optimizer.name=adamw8bit"],
     ],
 )
 def test_one_gpu_holds_its_weights_once(assignments, tmp_path):

@@ -140,7 +140,8 @@ def run_and_note(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), pytest.param(8, 4, marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (8, 4)])
 def test_passes_receive_early_and_gather_each_layer_once(ranks, stages, models, tmp_path):
     """No layer is gathered for a pass and freed by another before its own has used it."""
     layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}

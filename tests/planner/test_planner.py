@@ -205,6 +205,7 @@ def test_a_step_under_a_mask_or_in_float32_is_simulated(model_config, assignment
     assert not plan.reason
 
 
+@pytest.mark.full
 def test_what_stays_gathered_takes_half_of_what_is_left():
     """A step that keeps as many groups sends what the plan counts, and takes no more memory."""
     settings = ["parallel.expert=4", "data.max_length=64", *STEPS]

@@ -32,14 +32,15 @@ def test_every_run_has_its_source_settings_and_figures():
         assert row["measured"]["step_s"] and published._plan_id(row) in FIGURES
 
 
+@pytest.mark.full
 # Together they take all choices of other programs, and balanced experts.
 @pytest.mark.parametrize(
     "name",
     [
         "prime-06b-sft-8k",
-        pytest.param("titan-8b-8-b1", marks=pytest.mark.full),
-        pytest.param("kempner-7b-4", marks=pytest.mark.full),
-        pytest.param("automodel-gptoss-20b", marks=pytest.mark.full),
+        "titan-8b-8-b1",
+        "kempner-7b-4",
+        "automodel-gptoss-20b",
     ],
 )
 def test_the_command_plans_a_run_anew_and_writes_the_page(name, tmp_path, monkeypatch):

@@ -158,6 +158,7 @@ def test_long_rows_that_ranks_share_with_matrices_are_offered_without():
     assert {each.layout.rows_per_step for each in estimates} == {plan.layout.rows_per_step}
 
 
+@pytest.mark.full
 def test_ranks_share_long_rows_before_these_are_halved():
     """As many more micro-batches keep the rows of a step."""
     more = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]

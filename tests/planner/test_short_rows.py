@@ -38,7 +38,8 @@ def n_kernels(measured: Measured) -> int:
     return sum(each.total() for each in measured.kernels)
 
 
-@pytest.mark.parametrize("rows", ["", pytest.param("data.packing=false", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rows", ["", "data.packing=false"])
 def test_gated_delta_rules_keep_as_much_of_short_rows(delta_rule, rows, monkeypatch):
     given = f"data.max_length={_ROW}", "train.micro_batch_size=2", *filter(None, [rows])
     short = step(delta_rule, *given)

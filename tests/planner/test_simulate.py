@@ -75,7 +75,8 @@ def test_weights_that_a_rank_computes_with_as_they_are_stored_are_not_fsdps(
     assert sum(kept.parameters) == 2 * sum(p.numel() for p in sharded)
 
 
-@pytest.mark.parametrize("has_experts", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("has_experts", [True, False])
 def test_tiles_are_tried_where_a_step_does_not_fit_without(experts, has_experts):
     config = configured(*LONG_ROWS, f"parallel.expert={4 if has_experts else 1}")
     model_config = experts if has_experts else OLMO

@@ -45,6 +45,7 @@ def said(output: str) -> list[str]:
     return re.findall("^Compile: (.+)", output, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_a_gpu_without_triton_runs_eager_and_says_so_once_as_does_a_resume_that_compiles(
     tmp_path, models
 ):

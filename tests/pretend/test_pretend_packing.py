@@ -67,8 +67,8 @@ causal_conv1d_update = None
 @pytest.mark.parametrize(
     ("family", "has_kernels"),
     [
-        ("gpt_oss", False),
         ("qwen3_next", True),
+        pytest.param("gpt_oss", False, marks=pytest.mark.full),
         pytest.param("qwen3_next", False, marks=pytest.mark.full),
         pytest.param("gemma3_text", False, marks=pytest.mark.full),
         pytest.param("jamba", False, marks=pytest.mark.full),

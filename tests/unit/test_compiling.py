@@ -68,6 +68,7 @@ def test_without_a_compiler_functions_run_eager_and_it_is_said_once(caplog):
     assert line.startswith("Compile: nothing is compiled for this CPU (")
 
 
+@pytest.mark.full
 def test_a_function_that_cannot_be_compiled_runs_eager_and_is_named_once(caplog):
     def with_a_break(x: torch.Tensor) -> None:
         x.add_(1)

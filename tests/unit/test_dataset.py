@@ -115,7 +115,7 @@ def test_few_broken_records_may_be_dropped(model, tmp_path):
 
 
 def test_a_file_that_ends_early_is_never_dropped(model, tmp_path):
-    lines = "".join(json.dumps(chat(f"q{i}")) + "\n" for i in range(5000)).encode()
+    lines = "".join(json.dumps(chat(f"q{i}")) + "\n" for i in range(1000)).encode()
     (tmp_path / "a.jsonl.gz").write_bytes(pa.compress(lines, "gzip", asbytes=True)[:-20])
     problem, count = problems_of(model, tmp_path / "a.jsonl.gz", on_broken="drop")
     assert "cannot be read (" in problem and "records are not counted" in count
