@@ -16,6 +16,7 @@ import psutil
 
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, read_metrics
+from helpers.pinned import on_path
 
 GONE_WITHIN_S = 60
 ARGUMENTS = (
@@ -210,7 +211,7 @@ def break_rank(
     module, function = where
     text = FAULT.format(rank=rank, module=module, function=function, nth=nth, effect=effect)
     (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
-    return {"PYTHONPATH": str(folder / "fault")}
+    return on_path(folder / "fault")
 
 
 def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
@@ -222,7 +223,7 @@ def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
         f"{program!r} or any(a.endswith({program!r}) for a in sys.orig_argv[1:4]):\n    {effect}\n",
         encoding="utf-8",
     )
-    return {"PYTHONPATH": str(folder / "fault")}
+    return on_path(folder / "fault")
 
 
 def command(pid: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distTest.rehearse.namespaces import Node
+from helpers.pinned import on_path
 
 CHOOSING = (
     "VIRTUAL_ENV",
@@ -164,7 +165,7 @@ def clock_ahead(master: Machine, worker: Machine) -> None:
     (worker.folder / "sitecustomize.py").write_text(
         "import time\n_now = time.time\ntime.time = lambda: _now() + 100\n", encoding="utf-8"
     )
-    worker.settings["PYTHONPATH"] = str(worker.folder)
+    worker.settings |= on_path(worker.folder)
 
 
 def other_config(master: Machine, worker: Machine) -> None:

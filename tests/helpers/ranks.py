@@ -4,6 +4,7 @@ are torchrun's."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +34,7 @@ from shardtune.distributed.world import World
 from shardtune.training.observers.metrics import Metrics
 
 _FORKS = multiprocessing.get_context("forkserver")
-# By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks
-# start more slowly.
+# By a name that is found from the root of the repository.
 _FORKS.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
@@ -77,6 +78,8 @@ def on_nodes(
         _FORKS.Process(target=_be_rank, args=(place, str(folder), str(log), work, arguments))
         for place, folder, log in zip(places, folders, logs, strict=True)
     ]
+    with contextlib.chdir(REPOSITORY):
+        forkserver.ensure_running()
     for log, process in zip(logs, started, strict=True):
         for suffix in (".out", ".err"):  # of a rank, too, that is ended before it opens them
             log.with_suffix(suffix).touch()
@@ -203,6 +206,7 @@ def _environment(
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST"),  # not the server's
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, completed, needs_namespaces
 from helpers.documented import require_error_line
+from helpers.pinned import on_path
 from helpers.preflight_faults import CHOOSING, FAULTS, Machine, both
 
 from distTest.rehearse.namespaces import joined_nodes
@@ -109,7 +110,7 @@ def on_loopback(
     return subprocess.Popen(
         [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml", *arguments],
         cwd=cwd,
-        env=inherited | own | {"GPUS_PER_NODE": "2", "PYTHONPATH": str(REPOSITORY)} | settings,
+        env=inherited | own | on_path(REPOSITORY) | {"GPUS_PER_NODE": "2"} | settings,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

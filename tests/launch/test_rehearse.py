@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import REPOSITORY, completed, needs_namespaces
 from helpers.documented import QUOTES, is_in
+from helpers.pinned import on_path
 
 from distTest.rehearse.__main__ import main
 from distTest.rehearse.node_processes import processes_of
@@ -24,11 +25,8 @@ CHECKS = ["rendezvous", "a node lost", "sharding", "resume", "steps", "repeated 
 @pytest.fixture
 def here(tmp_path: Path) -> dict[str, str]:
     """The environment of a rehearsal, whose every file is under `tmp_path`."""
-    return os.environ | {
-        "TMPDIR": str(tmp_path),
-        "VIRTUAL_ENV": sys.prefix,
-        "PYTHONPATH": str(REPOSITORY),
-    }
+    ours = {"TMPDIR": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
+    return os.environ | ours | on_path(REPOSITORY)
 
 
 def run(

@@ -19,6 +19,7 @@ import pytest
 from conftest import REPOSITORY, a_free_port
 from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, write_run
+from helpers.pinned import on_path
 
 from shardtune.cluster.control import LONGEST_BYTES, Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
@@ -42,7 +43,7 @@ class CheckedNode:
     """The checks alone, as a node of this machine. `lines` are those of both streams so far."""
 
     def __init__(self, node: int, folder: Path, port: str, **settings: str) -> None:
-        known = environment(PYTHONPATH=str(REPOSITORY), NODE_RANK=str(node), MASTER_PORT=port)
+        known = environment(NODE_RANK=str(node), MASTER_PORT=port, **on_path(REPOSITORY))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"],
             cwd=folder,
@@ -328,7 +329,7 @@ def test_whoever_comes_after_all_have_met_is_no_node():
 
 
 def test_an_empty_secret_is_refused(folder):
-    known = environment(NNODES="1", JOIN_SECRET=" ", PYTHONPATH=str(REPOSITORY))
+    known = environment(NNODES="1", JOIN_SECRET=" ", **on_path(REPOSITORY))
     command = [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"]
     pipe = subprocess.PIPE
     node = subprocess.Popen(command, cwd=folder, env=known, text=True, stdout=pipe, stderr=pipe)

@@ -14,6 +14,7 @@ import pytest
 from conftest import REPOSITORY, launch, read_metrics
 from helpers.documented import require_error_line
 from helpers.launches import FORWARD, break_rank, end, write_run
+from helpers.pinned import on_path
 
 from shardtune.__main__ import COMMANDS, run
 from shardtune.cluster import one_machine
@@ -36,7 +37,7 @@ def start(*arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *TRAIN, *arguments],
         cwd=cwd,
-        env=inherited | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""} | settings,
+        env=inherited | on_path(REPOSITORY) | settings,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

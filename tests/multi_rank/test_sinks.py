@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import launch, read_metrics
+from helpers.pinned import on_path
 from helpers.ranks import on_ranks, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -119,7 +120,7 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(folder):
     done = launch(
         *(0, "--config", "config.yaml", *ARGUMENTS, "logging.tensorboard=true", "logging.wandb=a"),
         cwd=folder,
-        env={"PYTHONPATH": str(folder / "without")},
+        env=on_path(folder / "without"),
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     assert done.returncode == 2 and len(errors) == 2, done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import REPOSITORY
 from helpers.data_run import Run, chat, problems_of, write
+from helpers.pinned import on_path
 
 from shardtune.data import tokenize
 
@@ -50,7 +51,7 @@ def start(model: Path, single_process_s: float, *files: Path) -> subprocess.Pope
     script.write_text(PREPARE)
     return subprocess.Popen(
         [sys.executable, script, model, str(single_process_s), *files],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | on_path(REPOSITORY),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
