@@ -36,7 +36,7 @@ class Machine:
 
     def start(self) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
-        inherited |= {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "40"}
+        inherited |= {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "160"}
         return self.run(
             *("sh", "-c", 'sleep "$0"; exec "$@"', str(self.delay_s), str(self.script)),
             *("--config", "config.yaml", *self.arguments),

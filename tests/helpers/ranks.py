@@ -43,7 +43,7 @@ def on_ranks(
     work: Callable[..., Any],
     *arguments: Any,
     cwd: Path,
-    timeout_s: float = 240,
+    timeout_s: float = 500,
     grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first
@@ -59,7 +59,7 @@ def on_nodes(
     nodes: Sequence[tuple[Path, int]],
     work: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 240,
+    timeout_s: float = 500,
     grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
     """The same on several nodes: of each the folder in which its ranks run, and how many they are.

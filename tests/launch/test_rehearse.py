@@ -30,7 +30,7 @@ def here(tmp_path: Path) -> dict[str, str]:
 
 
 def run(
-    *command: str, cwd: Path, env: dict[str, str], timeout_s: float = 300
+    *command: str, cwd: Path, env: dict[str, str], timeout_s: float = 500
 ) -> subprocess.CompletedProcess[str]:
     return completed(command, cwd=cwd, env=env, timeout_s=timeout_s)
 
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_all_that_it_started(options, tmp_path, here):
             break
     assert processes_of(process.pid, 0) and processes_of(process.pid, 1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith(
         "ERROR: ended by SIGINT with all that it had started - "

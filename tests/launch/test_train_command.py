@@ -67,7 +67,7 @@ def test_two_cpu_processes_train_to_the_losses_of_torchrun(folder):
 def test_ctrl_c_saves_and_the_same_command_resumes(folder):
     arguments = ("train.epochs=9999", "scheduler.name=constant", "export.final=false")
     node = start(*arguments, cwd=folder)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 480
     metrics = folder / "run/metrics.jsonl"
     while not metrics.is_file() or '"kind": "step"' not in metrics.read_text(encoding="utf-8"):
         assert node.poll() is None and time.monotonic() < deadline

@@ -125,7 +125,7 @@ def test_a_signal_ends_the_check_that_runs(tmp_path):
             time.sleep(0.1)
         check = int((tmp_path / "pid").read_text())
         process.terminate()
-        assert "ERROR: ended by SIGTERM" in process.communicate(timeout=60)[1]
+        assert "ERROR: ended by SIGTERM" in process.communicate(timeout=240)[1]
     with pytest.raises(ProcessLookupError):
         os.kill(check, 0)
 

@@ -142,7 +142,7 @@ def test_a_tracker_that_hangs_takes_no_time(monkeypatch, caplog):
     sink = Sink("Tracker", hang)
     for step in range(300):
         sink.put({"kind": "step", "step": step})
-    sink.close(timeout_s=60)  # it has ended
+    sink.close(timeout_s=240)  # it has ended
     assert caplog.text.count("Tracker does not take 100 objects") == 1
     slow = Sink("Slow", hang)
     slow.put({"kind": "step", "step": 1})

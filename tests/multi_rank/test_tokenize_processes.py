@@ -82,7 +82,7 @@ def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(model, tmp
         os.truncate(Run(model, file).entry / "train.tokens", 1)
         go_together(*processes)
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
         assert Path(output.splitlines()[-1]) == Run(model, files[-1]).entry
     assert len(list(cache.iterdir())) == len(files)
@@ -117,7 +117,7 @@ def wait_for_workers(process: subprocess.Popen[str]) -> list[str]:
     """The ids of its workers, without the process that counts semaphores, a second later."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers: list[str] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(workers) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
         pids = children.read_text().split()
@@ -143,7 +143,7 @@ def test_no_worker_outlives_a_killed_run(model, long_data):
         workers = wait_for_workers(process)
     finally:
         process.kill()
-    process.communicate(timeout=60)  # a worker that is left holds its end of the pipe
+    process.communicate(timeout=240)  # a worker that is left holds its end of the pipe
     assert not any(command_line(pid) for pid in workers)
 
 
@@ -155,7 +155,7 @@ def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(model, lon
         workers = wait_for_workers(process)
         interrupted = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=240)[1]
     finally:
         process.kill()
     (line,) = errors.splitlines()
