@@ -25,10 +25,15 @@ def pin() -> None:
 
 
 def _bfloat16(cpu: Any) -> None:
-    """No CPU multiplies it itself, or every one does with TESTS_HAVE_BFLOAT16=1."""
+    """No CPU multiplies it itself, or every one does with TESTS_HAVE_BFLOAT16=1.
+
+    With ATEN_CPU_CAPABILITY=avx2, PyTorch's variable, it is emulated here, too.
+    """
     flags = {"avx512_bf16": os.environ.get("TESTS_HAVE_BFLOAT16") == "1", "amx_bf16": False}
     read = cpu.get_capabilities
     cpu.get_capabilities = functools.cache(lambda: {**read(), **flags})
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        cpu.torch._C._set_mkldnn_enabled(False)
 
 
 def _memory(psutil: Any) -> None:
