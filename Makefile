@@ -9,10 +9,11 @@ MAKEFLAGS += --jobs=2
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-# Tests and benchmarks are of CPU ranks, on a machine with GPUs too.
-WITHOUT_GPUS := CUDA_VISIBLE_DEVICES=
-PYTEST := $(WITHOUT_GPUS) $(BIN)/pytest
-BENCHMARKS := $(WITHOUT_GPUS) $(BIN)/python -m benchmarks
+PYTEST := $(BIN)/pytest
+# Benchmarks are of CPU ranks, on a machine with GPUs too.
+BENCHMARKS := CUDA_VISIBLE_DEVICES= $(BIN)/python -m benchmarks
+# Tokens go to the home of the user, where that can be written.
+export SHARDTUNE_CACHE ?= $(shell test -w "$$HOME" || echo "$(CURDIR)/runs/cache")
 MODEL := models/SmolLM2-135M-Instruct
 # The demo writes here; more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
