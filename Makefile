@@ -40,6 +40,7 @@ help:
 
 .venv/.installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
+	$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage(".").free; sys.exit(free < 5e9 and f"ERROR: this disk has {free / 1e9:.1f} GB free, and the set-up with a run of the demo takes 5 - make room")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP_INSTALL) --no-compile -r requirements-dev.txt -e .
 # What pip would do on one core. Some packages carry files that are not Python.
