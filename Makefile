@@ -11,10 +11,11 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-# Tests and benchmarks are of CPU ranks, on a machine with GPUs too.
-WITHOUT_GPUS := CUDA_VISIBLE_DEVICES=
-PYTEST := $(WITHOUT_GPUS) $(BIN)/pytest
-BENCHMARKS := $(WITHOUT_GPUS) $(BIN)/python -m benchmarks
+PYTEST := $(BIN)/pytest
+# Benchmarks are of CPU ranks, on a machine with GPUs too.
+BENCHMARKS := CUDA_VISIBLE_DEVICES= $(BIN)/python -m benchmarks
+# Tokens go to the home of the user, where that can be written.
+export SHARDTUNE_CACHE ?= $(shell test -w "$$HOME" || echo "$(CURDIR)/runs/cache")
 MODEL := models/SmolLM2-135M-Instruct
 # The demo writes here; more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
@@ -43,6 +44,7 @@ help:
 
 .venv/.installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
+	$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage(".").free; sys.exit(free < 5e9 and f"ERROR: this disk has {free / 1e9:.1f} GB free, and the set-up with a run of the demo takes 5 - make room")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP_INSTALL) --no-compile -r requirements-dev.txt -e .
 # What pip would do on one core. Some packages carry files that are not Python.

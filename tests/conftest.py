@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from helpers.pinned import (
+    leave_the_checkout,
+    pytest_runtest_teardown,
+    pytest_sessionfinish,
+    pytest_unconfigure,
+)
+
+# isort: split
 import gc
 import logging
-import os
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.chats import WORDS, chats, sentence, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, launch, needs_namespaces, read_metrics
 from helpers.data_run import save_model
@@ -31,6 +37,9 @@ __all__ = [
     "chats",
     "launch",
     "needs_namespaces",
+    "pytest_runtest_teardown",
+    "pytest_sessionfinish",
+    "pytest_unconfigure",
     "read_metrics",
     "sentence",
     "small_opt",
@@ -62,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    leave_the_checkout()
     gc.freeze()
     gc.enable()
 
@@ -73,15 +83,6 @@ def _restore_loggers() -> Iterator[None]:
     yield
     for each, (handlers, propagate) in zip((logger, node_logger), before, strict=True):
         each.handlers, each.propagate = handlers, propagate
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ["SHARDTUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

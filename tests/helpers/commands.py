@@ -40,7 +40,7 @@ def completed(
     command: Sequence[str | Path],
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 240,
+    timeout_s: float = 500,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, and return what it said."""
     return subprocess.run(
@@ -58,7 +58,7 @@ def launch(
     processes: int,
     *arguments: Any,
     cwd: Path,
-    timeout_s: float = 240,
+    timeout_s: float = 500,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run train_fsdp.py as a user does: under torchrun, or by itself (`processes=0`)."""

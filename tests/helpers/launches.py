@@ -16,8 +16,9 @@ import psutil
 
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, read_metrics
+from helpers.pinned import on_path
 
-GONE_WITHIN_S = 60
+GONE_WITHIN_S = 240
 ARGUMENTS = (
     "--config",
     "config.yaml",
@@ -84,7 +85,7 @@ def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> su
 
 
 def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = node.communicate(timeout=240)
+    output, errors = node.communicate(timeout=500)
     return node.returncode, output, errors
 
 
@@ -125,7 +126,7 @@ class Nodes:
         self._wait(lambda: words in self.texts()[0])
 
     def _wait(self, is_time: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 480
         while not is_time():
             assert time.monotonic() < deadline, self.texts()
             assert all(script.poll() is None for script in self.scripts), self.texts()
@@ -162,7 +163,7 @@ class Nodes:
                 script.poll()
             time.sleep(0.2)
         ended = [
-            (script.wait(10), text.splitlines()[-1])
+            (script.wait(40), text.splitlines()[-1])
             for script, text in zip(self.scripts, self.texts(), strict=True)
         ]
         for (code, last), text in zip(ended, self.texts(), strict=True):
@@ -194,7 +195,7 @@ def resumes(folder: Path, **settings: str) -> None:
     with two_nodes(folder, f"train.max_steps={step}", **settings) as nodes:
         nodes.remember()
         for script in nodes.scripts:
-            assert script.wait(240) == 0, nodes.texts()
+            assert script.wait(500) == 0, nodes.texts()
         assert "Resumed from checkpoint_" in nodes.texts()[0]
     steps = [entry["step"] for entry in read_metrics(folder / "run", "step")]
     assert steps == list(range(1, step + 1))
@@ -210,7 +211,7 @@ def break_rank(
     module, function = where
     text = FAULT.format(rank=rank, module=module, function=function, nth=nth, effect=effect)
     (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
-    return {"PYTHONPATH": str(folder / "fault")}
+    return on_path(folder / "fault")
 
 
 def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
@@ -222,7 +223,7 @@ def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
         f"{program!r} or any(a.endswith({program!r}) for a in sys.orig_argv[1:4]):\n    {effect}\n",
         encoding="utf-8",
     )
-    return {"PYTHONPATH": str(folder / "fault")}
+    return on_path(folder / "fault")
 
 
 def command(pid: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distTest.rehearse.namespaces import Node
+from helpers.pinned import on_path
 
 CHOOSING = (
     "VIRTUAL_ENV",
@@ -35,7 +36,7 @@ class Machine:
 
     def start(self) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
-        inherited |= {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "40"}
+        inherited |= {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "160"}
         return self.run(
             *("sh", "-c", 'sleep "$0"; exec "$@"', str(self.delay_s), str(self.script)),
             *("--config", "config.yaml", *self.arguments),
@@ -164,7 +165,7 @@ def clock_ahead(master: Machine, worker: Machine) -> None:
     (worker.folder / "sitecustomize.py").write_text(
         "import time\n_now = time.time\ntime.time = lambda: _now() + 100\n", encoding="utf-8"
     )
-    worker.settings["PYTHONPATH"] = str(worker.folder)
+    worker.settings |= on_path(worker.folder)
 
 
 def other_config(master: Machine, worker: Machine) -> None:

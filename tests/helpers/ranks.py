@@ -4,6 +4,7 @@ are torchrun's."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +34,7 @@ from shardtune.distributed.world import World
 from shardtune.training.observers.metrics import Metrics
 
 _FORKS = multiprocessing.get_context("forkserver")
-# By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks
-# start more slowly.
+# By a name that is found from the root of the repository.
 _FORKS.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
@@ -42,7 +43,7 @@ def on_ranks(
     work: Callable[..., Any],
     *arguments: Any,
     cwd: Path,
-    timeout_s: float = 240,
+    timeout_s: float = 500,
     grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first
@@ -58,7 +59,7 @@ def on_nodes(
     nodes: Sequence[tuple[Path, int]],
     work: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 240,
+    timeout_s: float = 500,
     grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
     """The same on several nodes: of each the folder in which its ranks run, and how many they are.
@@ -77,6 +78,8 @@ def on_nodes(
         _FORKS.Process(target=_be_rank, args=(place, str(folder), str(log), work, arguments))
         for place, folder, log in zip(places, folders, logs, strict=True)
     ]
+    with contextlib.chdir(REPOSITORY):
+        forkserver.ensure_running()
     for log, process in zip(logs, started, strict=True):
         for suffix in (".out", ".err"):  # of a rank, too, that is ended before it opens them
             log.with_suffix(suffix).touch()
@@ -203,6 +206,7 @@ def _environment(
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST"),  # not the server's
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -35,7 +35,7 @@ def sums(*commands: str, prefixes: tuple[list[str], ...] = ([], [])) -> list[tup
         )
         for command, prefix in zip(commands, prefixes, strict=False)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in started]
+    outputs = [process.communicate(timeout=500)[0] for process in started]
     assert not any(process.returncode for process in started), "\n".join(outputs)
     return sorted(re.findall(SUM, "".join(outputs), re.MULTILINE))
 

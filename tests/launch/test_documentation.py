@@ -128,7 +128,7 @@ def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository):
             )
             for place, command, cwd in zip(places, NODES, (repository, worker), strict=True)
         ]
-        outputs = [node.communicate(timeout=240)[0] for node in nodes]
+        outputs = [node.communicate(timeout=500)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     for greps in GREPS:
         found = run(greps, repository)

@@ -83,10 +83,9 @@ def test_a_rank_that_ends_while_it_imports_is_named(rank, effect, how, folder):
 def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder):
     """Slow or stuck, nobody can know before the time to meet is over."""
     fault = while_it_imports(folder, "1", "time.sleep(3600)")
-    with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="25", **fault) as nodes:
+    with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="60", **fault) as nodes:
         nodes.wait_for_words("nodes agree")
-        time.sleep(25)
-        line = r"rank 1 of 2 did not come within 25.0 s - start every node within that time, .*"
+        line = r"rank 1 of 2 did not come within 60.0 s - start every node within that time, .*"
         require_end(nodes, 2, line)
 
 
@@ -223,7 +222,7 @@ def test_an_agent_that_is_stopped_is_out_of_reach(folder):
     with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
         nodes.wait_for_step(4)
         os.kill(nodes.scripts[0].pid, signal.SIGSTOP)
-        assert nodes.scripts[1].wait(60) == 1
+        assert nodes.scripts[1].wait(240) == 1
         last = nodes.texts()[1].splitlines()[-1]
         assert "is out of reach" in last and "no sign of life for 40 s" in last, last
         require_error_line(last)
@@ -333,7 +332,7 @@ def test_the_agents_start_the_ranks_again(ranks_per_node, folder):
     with two_nodes(folder, *arguments, MAX_RESTARTS="1", **settings) as nodes:
         nodes.wait_for_step(4)
         for script in nodes.scripts:
-            assert script.wait(120) == 0, nodes.texts()
+            assert script.wait(480) == 0, nodes.texts()
         for text in nodes.texts():
             line = KILLED.format(rank=1, host=HOST)
             assert len(re.findall(f"^Restart 1 of 1 after: {line}$", text, re.MULTILINE)) == 1, text
@@ -404,7 +403,7 @@ def test_torchrun_starts_the_ranks_again(folder):
             [*torchrun, "--nproc_per_node=2", *script],
             cwd=folder,
             env=os.environ | fault,
-            timeout_s=120,
+            timeout_s=480,
         )
     )
     assert "Resumed from checkpoint_000000" in said

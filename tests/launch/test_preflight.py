@@ -24,6 +24,7 @@ import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, completed, needs_namespaces
 from helpers.documented import require_error_line
+from helpers.pinned import on_path
 from helpers.preflight_faults import CHOOSING, FAULTS, Machine, both
 
 from distTest.rehearse.namespaces import joined_nodes
@@ -34,7 +35,7 @@ from shardtune.cluster.rendezvous import NotFound, say_hello
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
-ENDED_WITHIN_S = 60
+ENDED_WITHIN_S = 240
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def machines(inputs: Callable[[str], Path]) -> Iterator[list[Machine]]:
         ]
 
 
-def ended(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int, str, str]:
     output, errors = process.communicate(timeout=timeout_s)
     assert not set("\r\x1b") & set(output + errors)
     return process.returncode, output, errors
@@ -109,7 +110,7 @@ def on_loopback(
     return subprocess.Popen(
         [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml", *arguments],
         cwd=cwd,
-        env=inherited | own | {"GPUS_PER_NODE": "2", "PYTHONPATH": str(REPOSITORY)} | settings,
+        env=inherited | own | on_path(REPOSITORY) | {"GPUS_PER_NODE": "2"} | settings,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -224,7 +225,7 @@ def test_a_child_dies_with_its_parent():
     child = Path("/proc") / parent.stdout.readline().strip()
     assert child.exists()
     parent.kill()
-    parent.communicate(timeout=10)  # which ends when nobody holds its output any more
+    parent.communicate(timeout=40)  # which ends when nobody holds its output any more
 
 
 def test_a_child_ignores_a_hangup_that_nohup_ignores():
@@ -304,7 +305,7 @@ def test_a_python_without_the_packages_is_refused(command, tmp_path):
         command,
         cwd=REPOSITORY,
         env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "empty"), "NNODES": "1"},
-        timeout_s=60,
+        timeout_s=240,
     )
     assert done.returncode == 2
     assert re.fullmatch(

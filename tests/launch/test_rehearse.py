@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import REPOSITORY, completed, needs_namespaces
 from helpers.documented import QUOTES, is_in
+from helpers.pinned import on_path
 
 from distTest.rehearse.__main__ import main
 from distTest.rehearse.node_processes import processes_of
@@ -24,15 +25,12 @@ CHECKS = ["rendezvous", "a node lost", "sharding", "resume", "steps", "repeated 
 @pytest.fixture
 def here(tmp_path: Path) -> dict[str, str]:
     """The environment of a rehearsal, whose every file is under `tmp_path`."""
-    return os.environ | {
-        "TMPDIR": str(tmp_path),
-        "VIRTUAL_ENV": sys.prefix,
-        "PYTHONPATH": str(REPOSITORY),
-    }
+    ours = {"TMPDIR": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
+    return os.environ | ours | on_path(REPOSITORY)
 
 
 def run(
-    *command: str, cwd: Path, env: dict[str, str], timeout_s: float = 300
+    *command: str, cwd: Path, env: dict[str, str], timeout_s: float = 500
 ) -> subprocess.CompletedProcess[str]:
     return completed(command, cwd=cwd, env=env, timeout_s=timeout_s)
 
@@ -143,7 +141,7 @@ def test_ctrl_c_ends_all_that_it_started(options, tmp_path, here):
             break
     assert processes_of(process.pid, 0) and processes_of(process.pid, 1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith(
         "ERROR: ended by SIGINT with all that it had started - "

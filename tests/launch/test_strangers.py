@@ -19,6 +19,7 @@ import pytest
 from conftest import REPOSITORY, a_free_port
 from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, write_run
+from helpers.pinned import on_path
 
 from shardtune.cluster.control import LONGEST_BYTES, Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
@@ -42,7 +43,7 @@ class CheckedNode:
     """The checks alone, as a node of this machine. `lines` are those of both streams so far."""
 
     def __init__(self, node: int, folder: Path, port: str, **settings: str) -> None:
-        known = environment(PYTHONPATH=str(REPOSITORY), NODE_RANK=str(node), MASTER_PORT=port)
+        known = environment(NODE_RANK=str(node), MASTER_PORT=port, **on_path(REPOSITORY))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"],
             cwd=folder,
@@ -60,14 +61,14 @@ class CheckedNode:
         self.lines.extend(iter(self.process.stdout.readline, ""))
 
     def wait_for(self, words: str, number: int = 1) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while sum(words in line for line in self.lines[:]) < number:
             assert time.monotonic() < deadline and self.process.poll() is None, self.lines
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:
         """Return its exit code and its last line."""
-        code = self.process.wait(60)
+        code = self.process.wait(240)
         self._reader.join()
         assert not any(TEXT in line or "Traceback" in line for line in self.lines), self.lines
         return code, self.lines[-1].rstrip()
@@ -201,7 +202,7 @@ def test_only_nodes_with_the_secret_are_let_in(folder, start):
 def a_node(number: int, port: str, secret: str = SECRET) -> Environment:
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_SOCKET_IFNAME": "lo"}
     known |= {"NODE_RANK": str(number), "JOIN_SECRET": secret}
-    return replace(read_environment(known, []), problems=(), join_timeout_s=20.0)
+    return replace(read_environment(known, []), problems=(), join_timeout_s=80.0)
 
 
 class Recorder:
@@ -227,7 +228,8 @@ class Recorder:
 
 
 async def met(*environments: Environment) -> list[Control]:
-    return list(await asyncio.wait_for(asyncio.gather(*(meet(e, "c0de") for e in environments)), 9))
+    meeting = asyncio.gather(*(meet(each, "c0de") for each in environments))
+    return list(await asyncio.wait_for(meeting, 36))
 
 
 def test_what_a_node_said_is_not_believed_a_second_time():
@@ -328,7 +330,7 @@ def test_whoever_comes_after_all_have_met_is_no_node():
 
 
 def test_an_empty_secret_is_refused(folder):
-    known = environment(NNODES="1", JOIN_SECRET=" ", PYTHONPATH=str(REPOSITORY))
+    known = environment(NNODES="1", JOIN_SECRET=" ", **on_path(REPOSITORY))
     command = [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"]
     pipe = subprocess.PIPE
     node = subprocess.Popen(command, cwd=folder, env=known, text=True, stdout=pipe, stderr=pipe)

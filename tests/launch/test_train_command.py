@@ -15,6 +15,7 @@ from conftest import REPOSITORY, read_metrics
 from helpers.commands import finish
 from helpers.documented import require_error_line
 from helpers.launches import FORWARD, break_rank, end, write_run
+from helpers.pinned import on_path
 from helpers.ranks import train
 
 from shardtune.__main__ import COMMANDS, run
@@ -38,7 +39,7 @@ def start(*arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *TRAIN, *arguments],
         cwd=cwd,
-        env=inherited | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""} | settings,
+        env=inherited | on_path(REPOSITORY) | settings,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -61,7 +62,7 @@ def test_two_cpu_processes_train_to_the_losses_of_the_script(folder):
 def test_ctrl_c_saves_and_the_same_command_resumes(folder):
     arguments = ("train.epochs=9999", "scheduler.name=constant", "export.final=false")
     node = start(*arguments, cwd=folder)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 480
     metrics = folder / "run/metrics.jsonl"
     while not metrics.is_file() or '"kind": "step"' not in metrics.read_text(encoding="utf-8"):
         assert node.poll() is None and time.monotonic() < deadline

@@ -23,6 +23,7 @@ import yaml
 from conftest import REPOSITORY
 from helpers.commands import completed
 from helpers.forked import ForkedPopen
+from helpers.pinned import on_path
 from helpers.pretended import needs_compiler
 from helpers.ranks import on_ranks
 from pretend_gpu.__main__ import environment
@@ -114,7 +115,7 @@ def test_a_signal_ends_the_check_that_runs(tmp_path):
     (tmp_path / "slow.sh").chmod(0o755)
     with subprocess.Popen(
         [sys.executable, str(names)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | on_path(REPOSITORY),
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -124,7 +125,7 @@ def test_a_signal_ends_the_check_that_runs(tmp_path):
             time.sleep(0.1)
         check = int((tmp_path / "pid").read_text())
         process.terminate()
-        assert "ERROR: ended by SIGTERM" in process.communicate(timeout=60)[1]
+        assert "ERROR: ended by SIGTERM" in process.communicate(timeout=240)[1]
     with pytest.raises(ProcessLookupError):
         os.kill(check, 0)
 

@@ -18,7 +18,6 @@ def test_inspect_data_ends_quietly_when_its_reader_leaves(tmp_path):
     done = completed(
         ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
         cwd=REPOSITORY,
-        timeout_s=120,
     )
     row, status = done.stdout.splitlines()
     assert json.loads(row)["record"] == 0

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from helpers.commands import REPOSITORY, completed, finish
+from helpers.pinned import on_path
 
 PEAK = """
 import resource, sys, torch
@@ -27,11 +28,8 @@ def test_head_and_loss_take_a_fraction_of_the_memory_of_plain_logits():
     said = finish(
         completed(
             [sys.executable, "-c", PEAK, str(tokens), str(width), str(vocabulary)],
-            env={
-                "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests:{REPOSITORY}/tests/unit",
-                "PATH": "",
-                "MALLOC_MMAP_THRESHOLD_": "1000000",
-            },
+            env={"PATH": "", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+            | on_path(REPOSITORY, REPOSITORY / "tests", REPOSITORY / "tests/unit"),
             timeout_s=300,
         )
     )

@@ -24,6 +24,7 @@ from transformers import (
 
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
+from shardtune.distributed.tensors import to_local
 from shardtune.model.build import build_model
 
 Tensors = dict[str, torch.Tensor]
@@ -53,10 +54,8 @@ def report_models(configs: dict[str, Config], out: Path) -> None:
         report = {
             "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
-            "held": sum(parameter.to_local().numel() for parameter in parameters),
-            "empty_experts": sum(
-                p.dim() == 3 and not p.to_local().numel() for p in model.parameters()
-            ),
+            "held": sum(to_local(parameter).numel() for parameter in parameters),
+            "empty_experts": sum(p.dim() == 3 and not to_local(p).numel() for p in parameters),
             "training": model.training,
             "use_cache": model.config.use_cache,
         }
@@ -110,7 +109,7 @@ def test_loading_gives_every_bit_of_plain_from_pretrained(ranks, sources, tmp_pa
         for found, report in reports:
             assert_identical(found, every_tensor(plain))
             assert report["tied"] == (name == "llama")
-            assert report["sharded"]
+            assert report["sharded"] or ranks == 1  # alone, a rank keeps float32 weights plain
             assert report["training"]
             assert not report["use_cache"]
             assert not report["empty_experts"]

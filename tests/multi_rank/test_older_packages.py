@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, launch
 from helpers.commands import completed, read_metrics
+from helpers.pinned import on_path
 from helpers.small_runs import SETTINGS, write_inputs
 
 RUN = ("--config", "config.yaml", *SETTINGS)
@@ -45,7 +46,7 @@ def older(tmp_path: Path) -> dict[str, str]:
     """Return variables with which a Python lacks both."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(WITHOUT, encoding="utf-8")
-    return {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{REPOSITORY}"}
+    return on_path(tmp_path / "site", REPOSITORY)
 
 
 @pytest.fixture

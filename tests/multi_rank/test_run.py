@@ -224,7 +224,7 @@ def test_every_launcher_gives_the_same_run(tmp_path, models):
         except OSError:  # the other end is closed
             break
     os.close(terminal)
-    assert alone.wait(timeout=240) == 0, screen.decode()
+    assert alone.wait(timeout=500) == 0, screen.decode()
     assert b"x 1 (ranks) = 4" in screen and b"Saved the final model" in screen
 
     expected = losses(tmp_path / "runs/torchrun")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import launch, read_metrics
+from helpers.pinned import on_path
 from helpers.ranks import on_ranks, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -119,7 +120,7 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(folder):
     done = launch(
         *(0, "--config", "config.yaml", *ARGUMENTS, "logging.tensorboard=true", "logging.wandb=a"),
         cwd=folder,
-        env={"PYTHONPATH": str(folder / "without")},
+        env=on_path(folder / "without"),
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     assert done.returncode == 2 and len(errors) == 2, done.stderr
@@ -141,7 +142,7 @@ def test_a_tracker_that_hangs_takes_no_time(monkeypatch, caplog):
     sink = Sink("Tracker", hang)
     for step in range(300):
         sink.put({"kind": "step", "step": step})
-    sink.close(timeout_s=60)  # it has ended
+    sink.close(timeout_s=240)  # it has ended
     assert caplog.text.count("Tracker does not take 100 objects") == 1
     slow = Sink("Slow", hang)
     slow.put({"kind": "step", "step": 1})

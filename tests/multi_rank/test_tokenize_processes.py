@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import REPOSITORY
 from helpers.data_run import Run, chat, problems_of, write
+from helpers.pinned import on_path
 
 from shardtune.data import tokenize
 
@@ -50,7 +51,7 @@ def start(model: Path, single_process_s: float, *files: Path) -> subprocess.Pope
     script.write_text(PREPARE)
     return subprocess.Popen(
         [sys.executable, script, model, str(single_process_s), *files],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | on_path(REPOSITORY),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -81,7 +82,7 @@ def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(model, tmp
         os.truncate(Run(model, file).entry / "train.tokens", 1)
         go_together(*processes)
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
         assert Path(output.splitlines()[-1]) == Run(model, files[-1]).entry
     assert len(list(cache.iterdir())) == len(files)
@@ -122,7 +123,7 @@ def wait_for_workers(process: subprocess.Popen[str]) -> list[str]:
     """The ids of its workers, without the process that counts semaphores, a second later."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers: list[str] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(workers) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
         pids = children.read_text().split()
@@ -148,7 +149,7 @@ def test_no_worker_outlives_a_killed_run(model, long_data):
         workers = wait_for_workers(process)
     finally:
         process.kill()
-    process.communicate(timeout=60)  # a worker that is left holds its end of the pipe
+    process.communicate(timeout=240)  # a worker that is left holds its end of the pipe
     assert not any(command_line(pid) for pid in workers)
 
 
@@ -160,7 +161,7 @@ def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(model, lon
         workers = wait_for_workers(process)
         interrupted = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=240)[1]
     finally:
         process.kill()
     (line,) = errors.splitlines()

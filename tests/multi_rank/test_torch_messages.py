@@ -27,7 +27,7 @@ def torchrun_alone(node: int) -> str:
     where = f"--node_rank={node} --master_addr=127.0.0.1 --master_port={a_free_port()}"
     options = f"--nnodes=2 {where} --rdzv_conf=timeout=2 distTest/demo_reduce.py"
     command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    done = completed(command, cwd=REPOSITORY, timeout_s=60)
+    done = completed(command, cwd=REPOSITORY, timeout_s=240)
     assert done.returncode == 1
     return done.stderr
 

@@ -373,7 +373,7 @@ def damage_before_the_export(arguments: list[str], damage: str) -> None:
 )
 def test_no_rank_waits_for_a_damaged_part(damage, a, b):
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
-    done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
+    done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage)
     assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
     assert not (a / "run/model").exists()
     if damage == "flipped":

@@ -91,7 +91,7 @@ def errors_in(output: str) -> list[str]:
     ],
 )
 def test_all_ranks_end_together(work, code, errors, tmp_path):
-    done = on_ranks(3, take_part, work, cwd=tmp_path, timeout_s=15)
+    done = on_ranks(3, take_part, work, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     found = errors_in(done.stderr)
     assert len(found) == len(errors) and all(map(re.fullmatch, errors, found)), found
@@ -102,7 +102,7 @@ def test_a_problem_that_not_all_nodes_have_names_those_that_do(tmp_path):
     nodes = [(tmp_path / "a", 2), (tmp_path / "b", 1)]
     for folder, _ in nodes:
         folder.mkdir()
-    done = on_nodes(nodes, take_part, fail_differently, timeout_s=15)
+    done = on_nodes(nodes, take_part, fail_differently)
     of_ranks = [f"node {rank // 2} ({HOST}): {problem}" for rank, problem in enumerate(OF_EACH)]
     assert done.returncode == 2
     assert set(errors_in(done.stderr)) == {"all see this - do that", *of_ranks}

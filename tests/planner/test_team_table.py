@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers.commands import REPOSITORY, completed
+from helpers.pinned import on_path
 from helpers.planned import LLAMA
 from transformers import LlamaConfig
 
@@ -67,7 +68,7 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
     lines = [["plan", *line.split()] for line in REFUSED]
     commands = json.dumps([*lines, *([name, "--help"] for name in COMMANDS)])
     done = completed(
-        [sys.executable, "-c", SCRIPT, commands], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}
+        [sys.executable, "-c", SCRIPT, commands], cwd=tmp_path, env=on_path(REPOSITORY)
     )
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, completed, read_metrics
+from helpers.pinned import on_path
 from helpers.pretended import needs_compiler
 from helpers.small_runs import SETTINGS, write_inputs
 
@@ -19,11 +20,7 @@ pytestmark = [needs_compiler, pytest.mark.full]
 
 def on_pretended(gpus: int, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command as `python -m tests.pretend_gpu` does, from another folder."""
-    environ = os.environ | {
-        "PYTHONPATH": str(REPOSITORY),
-        "NNODES": "1",
-        "GPUS_PER_NODE": str(gpus),
-    }
+    environ = os.environ | on_path(REPOSITORY) | {"NNODES": "1", "GPUS_PER_NODE": str(gpus)}
     pretended = [sys.executable, "-m", "tests.pretend_gpu", f"--gpus={gpus}", *command]
     return completed(pretended, cwd=cwd, env=environ, timeout_s=500)
 

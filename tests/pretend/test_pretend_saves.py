@@ -40,7 +40,7 @@ def _save_and_update() -> None:
         expected["model.linear.weight"] = weight
         model.linear.weight.data.copy_(weight, non_blocking=True)
         updated = threading.Event()
-        saver.save({"step": step, "config": {}}, lambda updated=updated: updated.wait(60))
+        saver.save({"step": step, "config": {}}, lambda updated=updated: updated.wait(240))
         optimizer.step()
         updated.set()
         saver.finish()

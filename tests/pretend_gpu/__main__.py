@@ -17,7 +17,7 @@ _SITE = Path(__file__).resolve().parent / "site"
 def environment(gpus: int, gb: float = DEFAULT_GB) -> dict[str, str]:
     """Return the variables that give every Python process so many GPUs of this size."""
     before = os.environ.get("PYTHONPATH")
-    path = str(_SITE) + (f":{before}" if before else "")
+    path = (f"{before}:" if before else "") + str(_SITE)
     # `make test` hides GPUs; a process that hides them itself, as to compare with a CPU, has none.
     visible = ",".join(map(str, range(gpus)))
     size = {"PRETEND_GPUS": str(gpus), "PRETEND_GB": str(gb)}

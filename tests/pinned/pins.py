@@ -1,0 +1,70 @@
+"""What tests find on any machine: the dtypes of its CPU, its cores and its memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_CORES = 2
+_MEMORY_BYTES = 8 << 30
+
+
+def pin() -> None:
+    """Pin what is imported already, and each other module as soon as it is imported."""
+    allowed = os.sched_getaffinity
+    os.cpu_count = lambda: _CORES
+    os.sched_getaffinity = lambda pid, /: set(sorted(allowed(pid))[:_CORES])
+    for name in sys.modules.keys() & _PINS.keys():
+        _PINS[name](sys.modules[name])
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+
+
+def _bfloat16(cpu: Any) -> None:
+    """No CPU multiplies it itself, or every one does with TESTS_HAVE_BFLOAT16=1.
+
+    With ATEN_CPU_CAPABILITY=avx2, PyTorch's variable, it is emulated here, too.
+    """
+    flags = {"avx512_bf16": os.environ.get("TESTS_HAVE_BFLOAT16") == "1", "amx_bf16": False}
+    read = cpu.get_capabilities
+    cpu.get_capabilities = functools.cache(lambda: {**read(), **flags})
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        cpu.torch._C._set_mkldnn_enabled(False)
+
+
+def _memory(psutil: Any) -> None:
+    read, pinned = psutil.virtual_memory, {"total": _MEMORY_BYTES, "available": _MEMORY_BYTES}
+    psutil.virtual_memory = lambda: read()._replace(**pinned)
+
+
+def _limits(host_memory: Any) -> None:
+    nothing = host_memory.Path(os.devnull)
+    host_memory.available_memory.__defaults__ = (nothing, nothing)
+
+
+_PINS: dict[str, Callable[[ModuleType], None]] = {
+    "torch.cpu": _bfloat16,
+    "psutil": _memory,
+    "shardtune.distributed.host_memory": _limits,
+}
+
+
+class _Finder:
+    def find_spec(self, name: str, *rest: Any) -> ModuleSpec | None:
+        if name not in _PINS:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # type: ignore[arg-type]
+        spec = next(filter(None, (finder.find_spec(name, *rest) for finder in behind)), None)
+        if spec and spec.loader:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _PINS[name](module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
