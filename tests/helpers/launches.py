@@ -58,19 +58,9 @@ def write_run(folder: Path, model: Path) -> Path:
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """This one's, without what would choose another Python; everything goes to and from
-    127.0.0.1."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")
-    }
-    inherited["VIRTUAL_ENV"] = sys.prefix
-    return (
-        inherited
-        | {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"}
-        | settings
-    )
+    """This one's and this Python; everything goes to and from 127.0.0.1."""
+    loopback = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"}
+    return os.environ | {"VIRTUAL_ENV": sys.prefix} | loopback | settings
 
 
 def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:

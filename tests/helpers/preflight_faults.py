@@ -12,16 +12,6 @@ from pathlib import Path
 from distTest.rehearse.namespaces import Node
 from helpers.pinned import on_path
 
-CHOOSING = (
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "NODE_RANK",
-    "JOIN_TIMEOUT",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NNODES",
-)
-
 
 @dataclass
 class Machine:
@@ -35,12 +25,11 @@ class Machine:
     delay_s: float = 0.0
 
     def start(self) -> subprocess.Popen[str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
-        inherited |= {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "160"}
+        ours = {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "160"}
         return self.run(
             *("sh", "-c", 'sleep "$0"; exec "$@"', str(self.delay_s), str(self.script)),
             *("--config", "config.yaml", *self.arguments),
-            env=inherited | self.settings,
+            env=os.environ | ours | self.settings,
         )
 
     def run(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

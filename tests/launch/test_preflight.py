@@ -25,7 +25,7 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, completed, needs_namespaces
 from helpers.documented import require_error_line
 from helpers.pinned import on_path
-from helpers.preflight_faults import CHOOSING, FAULTS, Machine, both
+from helpers.preflight_faults import FAULTS, Machine, both
 
 from distTest.rehearse.namespaces import joined_nodes
 from shardtune.cluster import microbenchmark
@@ -100,7 +100,6 @@ def on_loopback(
     node: int, cwd: Path, port: str, *arguments: str, **settings: str
 ) -> subprocess.Popen[str]:
     """The preflight alone, as a node of this machine."""
-    inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
     own = {
         "MASTER_ADDR": "127.0.0.1",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -110,7 +109,7 @@ def on_loopback(
     return subprocess.Popen(
         [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml", *arguments],
         cwd=cwd,
-        env=inherited | own | on_path(REPOSITORY) | {"GPUS_PER_NODE": "2"} | settings,
+        env=os.environ | own | on_path(REPOSITORY) | {"GPUS_PER_NODE": "2"} | settings,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,9 +21,6 @@ from shardtune.__main__ import COMMANDS, run
 from shardtune.cluster import one_machine
 from shardtune.config_io import load_config
 
-OF_A_LAUNCH = re.compile(
-    "RANK|LOCAL_RANK|WORLD_SIZE|NNODES|NODE_RANK|GPUS_PER_NODE|MASTER_.*|MAX_RESTARTS"
-)
 TRAIN = ["-m", "shardtune", "train", "--config", "config.yaml"]
 
 
@@ -35,11 +31,10 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 def start(*arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
     """As a user who has never launched anything, in a checkout that is not installed."""
-    inherited = {k: v for k, v in os.environ.items() if not OF_A_LAUNCH.fullmatch(k)}
     return subprocess.Popen(
         [sys.executable, *TRAIN, *arguments],
         cwd=cwd,
-        env=inherited | on_path(REPOSITORY) | settings,
+        env=os.environ | on_path(REPOSITORY) | settings,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

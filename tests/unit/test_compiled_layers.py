@@ -279,9 +279,6 @@ def require_workers(number: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(
-    ranks, tmp_path, monkeypatch
-):
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(ranks, tmp_path):
     cores = len(os.sched_getaffinity(0))
     finish(on_ranks(ranks, require_workers, max(1, min(32, cores // ranks)), cwd=tmp_path))
