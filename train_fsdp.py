@@ -86,8 +86,7 @@ def main() -> None:
                 last_checkpoint = train(context, pending_evaluation)
         # Every trained step is saved: from here on a rank may end without other ranks.
         end_on_signal(
-            "after the last step was saved, while the final model was written or scored - "
-            f"{AGAIN}",
+            f"after the last step was saved, while the final model was written or scored - {AGAIN}",
             code=75,
         )
         model = write_final_model(last_checkpoint, config, assets, run.directory, world)
