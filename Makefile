@@ -38,6 +38,8 @@ ENGINE := .venv/engine
 TEST_PROCESSES ?= 3
 # What a module of tests prepares is made once, and the longest modules, launches and ranks, come first.
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# PyTorch names its folder to the compiler without quotes.
+$(if $(and $(filter test%,$(MAKECMDGOALS)),$(word 2,$(CURDIR))),$(error PyTorch compiles nothing under $(CURDIR), which tests need - clone to a path without spaces))
 
 help:
 	@sed -n '1s/^# //p' Makefile

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,10 @@ def test_what_a_start_deletes_counts_as_free_and_is_said(tmp_path, capsys):
 
 def test_checkpoints_that_are_a_link_to_another_disk_are_saved_there(tmp_path):
     """Only the models are held against run.dir's own disk."""
-    elsewhere = Path("/dev/shm") / tmp_path.parent.name / tmp_path.name
+    elsewhere = Path(tempfile.mkdtemp(dir="/dev/shm"))
     assert Path("/dev/shm").stat().st_dev != tmp_path.stat().st_dev, "it needs a second disk"
     staging = elsewhere / ".checkpoint_0000002.0123456789ab"
-    staging.mkdir(parents=True)
+    staging.mkdir()
     try:
         (staging / "part").write_bytes(bytes(100_000))
         (tmp_path / "checkpoints").symlink_to(elsewhere)

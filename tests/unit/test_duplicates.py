@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, completed, finish
 from helpers.data_run import Run, chat, write
 
 
@@ -76,6 +78,7 @@ def test_the_documented_command_drops_duplicates(model, tmp_path):
     train.write_text("\n" + train.read_text() + json.dumps(chat("r", id=7)))  # not ended
     evaluation = write(tmp_path / "eval.jsonl", [chat("e", id=9), {"text": "u"}])
     assert len(counts(Run(model, train, eval=str(evaluation)))) == 2
-    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True, timeout=60)
+    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    finish(completed(["bash", "-ec", command], cwd=tmp_path, env=os.environ | ours))
     clean = Run(model, tmp_path / "clean.jsonl", eval=str(evaluation))
     assert counts(clean) == {} and len(clean.prepared.train) == 3
