@@ -116,7 +116,7 @@ test-part: $(FOR_LONG_TESTS)
 	$(PYTEST) $(IN_PARALLEL) -m full -p helpers.long_tests --commits $(COMMITS)
 
 card:
-	@echo 'ERROR: make card is closed - read its result in benchmarks/CLOSED.md, or run make gpu-check' >&2; exit 2
+	@echo 'ERROR: make card is gone - run make gpu-check, or read its result in docs/measured.md' >&2; exit 2
 
 # Wrong edits that a test must notice; MUTANTS_ARGS="--only checkpoint" tries a part of them.
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json

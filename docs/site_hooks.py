@@ -22,7 +22,6 @@ PLACES = {
     "benchmarks/CONVERGENCE.md": "convergence.md",
     "benchmarks/CONVERGENCE.svg": "convergence.svg",
     "benchmarks/KERNELS.md": "kernels.md",
-    "benchmarks/CLOSED.md": "closed.md",
     "config.yaml": "config.yaml",
     "Dockerfile": "Dockerfile",
     **{

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from conftest import REPOSITORY, needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import cable, convergence, epoch, gpu, head, plot, sides
-from benchmarks.__main__ import CLOSED, main
+from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
     FAILED,
@@ -29,6 +30,7 @@ from benchmarks.sides import (
     require_equal_work,
     require_moving_loss,
 )
+from distTest.gone import GONE
 from distTest.workloads.chats import MIXES, TEMPLATE_TOKENS, TOKENS_PER_WORD, write_chats
 from distTest.workloads.shapes import SHAPES, slice_of
 
@@ -234,12 +236,11 @@ def test_a_panel_is_drawn_for_each_mix_of_chats():
     assert len(figure.axes) == sum(name.startswith("one ") for name in found) == 5
 
 
-@pytest.mark.parametrize("section", CLOSED)
-def test_a_section_that_was_let_go_names_where_its_result_is(section, capsys):
+@pytest.mark.parametrize("word", GONE["benchmarks"])
+def test_a_section_or_an_option_that_is_gone_is_refused_by_what_to_do(word, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([section])
-    refusal = capsys.readouterr().err
-    assert f"{section} is closed - read its result in benchmarks/CLOSED.md" in refusal
+        main([word] if word[0] != "-" else ["one", f"{word}=1"])
+    assert re.fullmatch(f"ERROR: {word}(=1)? is gone - .+\n", capsys.readouterr().err)
 
 
 @pytest.mark.full
