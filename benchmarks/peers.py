@@ -42,13 +42,9 @@ class Watch(TrainerCallback):
     """Notes when each optimizer step ends, in wall and CPU time, and its loss."""
 
     def __init__(self) -> None:
-        self.began = 0.0
         self.ends: list[float] = []
         self.cpu_ends: list[float] = []  # CPU seconds of this process
         self.losses: list[float] = []
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
@@ -75,7 +71,6 @@ def main() -> None:
         trainer.train()
     result = {
         "losses": watch.losses,
-        "first_s": watch.ends[0] - watch.began,
         # Without the first step, which also sets things up.
         "seconds": differences(watch.ends),
         "cpu_seconds": differences(watch.cpu_ends),

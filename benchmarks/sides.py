@@ -50,8 +50,7 @@ class Side:
     """The figures of one run. Counts are of one step on all ranks."""
 
     losses: list[float]
-    first_s: float  # the first step, which also sets things up, from the loop's begin
-    seconds: list[float]  # each step but the first
+    seconds: list[float]  # each step but the first, which also sets things up
     memory_bytes: int  # the largest of any rank
     tokens: int  # real ones
     trained_tokens: int
@@ -264,7 +263,6 @@ def side_of(record: RunRecord) -> Side:
     # Packed rows are flattened, so nothing is padded.
     return Side(
         losses=[step["loss"] for step in steps],
-        first_s=steps[0]["seconds"],
         seconds=[step["seconds"] for step in steps[1:]],
         memory_bytes=max(step["memory_bytes"] for step in steps),
         tokens=tokens,

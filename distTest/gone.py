@@ -13,6 +13,11 @@ _READ = "read its result in docs/measured.md"
 # By command: each word that is gone, and what to do.
 GONE: dict[str, dict[str, str]] = {
     "benchmarks": {
+        "epoch": "run one, or read its result in docs/measured.md",
+        "--epochs": "give one --steps",
+        "--epoch-tokens": "give one --tokens",
+        "head": _READ,
+        "--head-tokens": _READ,
         **dict.fromkeys(("rounding", "card", "experts", "checkpoint", "scaling", "two"), _READ),
         **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),
     },
