@@ -13,6 +13,7 @@ _READ = "read its result in docs/measured.md"
 # By command: each word that is gone, and what to do.
 GONE: dict[str, dict[str, str]] = {
     "benchmarks": {
+        "convergence": "run the demo with its settings, or read its result in docs/measured.md",
         "epoch": "run one, or read its result in docs/measured.md",
         "--epochs": "give one --steps",
         "--epoch-tokens": "give one --tokens",

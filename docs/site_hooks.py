@@ -18,8 +18,6 @@ PLACES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
-    "benchmarks/CONVERGENCE.md": "convergence.md",
-    "benchmarks/CONVERGENCE.svg": "convergence.svg",
     "benchmarks/KERNELS.md": "kernels.md",
     "config.yaml": "config.yaml",
     "Dockerfile": "Dockerfile",

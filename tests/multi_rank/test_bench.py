@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 from conftest import needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import cable, convergence, sides
+from benchmarks import cable, sides
 from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
@@ -197,22 +196,6 @@ def test_a_section_or_an_option_that_is_gone_is_refused_by_what_to_do(word, caps
     with pytest.raises(SystemExit, match="2"):
         main([word] if word[0] != "-" else ["one", f"{word}=1"])
     assert re.fullmatch(f"ERROR: {word}(=1)? is gone - .+\n", capsys.readouterr().err)
-
-
-@pytest.mark.full
-def test_every_way_of_training_is_on_the_page_of_convergence(models, tmp_path):
-    model = shutil.copytree(models["llama"], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = 512
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    places = ["--results", tmp_path / "found.json", "--page", tmp_path / "page.md"]
-    main(list(map(str, ["convergence", "--short", "--model", model, *places])))
-    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == convergence.page(results)
-    assert (tmp_path / "page.svg").stat().st_size > 1000
-    for name, variant in convergence.VARIANTS.items():
-        assert len(results[name]["losses"]) == 2
-        assert not variant.reference or convergence.furthest(results, name, steps=1) < 1e-5
 
 
 @pytest.mark.full
