@@ -17,6 +17,7 @@ GONE: dict[str, dict[str, str]] = {
         "epoch": "run one, or read its result in docs/measured.md",
         "--epochs": "give one --steps",
         "--epoch-tokens": "give one --tokens",
+        "growth": _READ,
         "head": _READ,
         "--head-tokens": _READ,
         **dict.fromkeys(("rounding", "card", "experts", "checkpoint", "scaling", "two"), _READ),
