@@ -19,6 +19,7 @@ GONE: dict[str, dict[str, str]] = {
         "--epoch-tokens": "give one --tokens",
         "growth": _READ,
         "head": _READ,
+        "kernels": "run shardtune plan, or read its result in docs/measured.md",
         "--head-tokens": _READ,
         **dict.fromkeys(("rounding", "card", "experts", "checkpoint", "scaling", "two"), _READ),
         **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),

@@ -18,7 +18,6 @@ PLACES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
-    "benchmarks/KERNELS.md": "kernels.md",
     "config.yaml": "config.yaml",
     "Dockerfile": "Dockerfile",
     **{
