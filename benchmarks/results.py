@@ -70,6 +70,7 @@ def main(options: Namespace) -> None:
     torch.set_num_threads(1)
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU ranks, on a machine with GPUs too
     os.environ["SHARDTUNE_CACHE"] = f"{options.work}/cache"  # without an earlier run's tokens
     options.results.parent.mkdir(parents=True, exist_ok=True)
     file = options.results.with_suffix(".json")

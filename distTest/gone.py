@@ -17,12 +17,17 @@ GONE: dict[str, dict[str, str]] = {
         "epoch": "run one, or read its result in docs/measured.md",
         "--epochs": "give one --steps",
         "--epoch-tokens": "give one --tokens",
+        "gpu": "run make gpu-check",
         "growth": _READ,
         "head": _READ,
         "kernels": "run shardtune plan, or read its result in docs/measured.md",
         "--head-tokens": _READ,
         **dict.fromkeys(("rounding", "card", "experts", "checkpoint", "scaling", "two"), _READ),
         **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),
+    },
+    "gpu-check": {
+        "peers": "run make bench, which has TRL and HF Trainer on CPUs",
+        "--peers": "leave it out: no check runs TRL",
     },
 }
 

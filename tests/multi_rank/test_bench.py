@@ -166,31 +166,6 @@ def test_a_mesh_is_measured_over_a_cable(run_benchmark, tmp_path, monkeypatch):
     assert text.count("| shardtune, `parallel.stages=2` | ") == 2
 
 
-@pytest.mark.full
-def test_a_shape_is_measured_without_a_checkpoint(run_benchmark, tmp_path, models):
-    more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
-    text = run_benchmark("gpu", "--tokenizer", models["llama"], *more)
-    *_, line = text.splitlines()
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:4] == ["qwen3-1.7b", "256", "2 of 2 layers", "shardtune"] and cells[8].startswith(
-        "within each document"
-    ), text
-    first, last = map(float, cells[7].split())
-    assert last < 0.95 * first
-    (log,) = (tmp_path / "work").glob("*-ours-0.log")
-    said = log.read_text(encoding="utf-8")
-    assert "Finished: nothing is saved" in said and "Saved checkpoint" not in said
-
-
-def test_a_slice_without_experts_is_refused(run_benchmark, models, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    text = r"2 of 46 layers, the last of them the first with experts, take 6\d GB"
-    with pytest.raises(SystemExit, match=f"ERROR: glm-4.5-air, real width: {text}"):
-        run_benchmark("gpu", "--tokenizer", models["llama"], "--shapes", "glm-4.5-air, real width")
-
-
 @pytest.mark.parametrize("word", GONE["benchmarks"])
 def test_a_section_or_an_option_that_is_gone_is_refused_by_what_to_do(word, capsys):
     with pytest.raises(SystemExit, match="2"):
