@@ -12,8 +12,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/pytest
-# Benchmarks are of CPU ranks, on a machine with GPUs too.
-BENCHMARKS := CUDA_VISIBLE_DEVICES= $(BIN)/python -m benchmarks
 # Tokens go to the home of the user, where that can be written.
 export SHARDTUNE_CACHE ?= $(shell test -w "$$HOME" || echo "$(CURDIR)/runs/cache")
 MODEL := models/SmolLM2-135M-Instruct
@@ -118,7 +116,7 @@ test-part: $(FOR_LONG_TESTS)
 	$(PYTEST) $(IN_PARALLEL) -m full -p helpers.long_tests --commits $(COMMITS)
 
 card:
-	@echo 'ERROR: make card is closed - read its result in benchmarks/CLOSED.md, or run make gpu-check' >&2; exit 2
+	@echo 'ERROR: make card is gone - run make gpu-check, or read its result in docs/measured.md' >&2; exit 2
 
 # Wrong edits that a test must notice; MUTANTS_ARGS="--only checkpoint" tries a part of them.
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json
@@ -134,7 +132,7 @@ else
 GPU_PYTHON := $(PYTHON)
 endif
 gpu-check:
-	$(GPU_PYTHON) -m distTest.gpu_check --peers $(PEERS)/bin/python $(GPU_CHECK_ARGS)
+	$(GPU_PYTHON) -m distTest.gpu_check $(GPU_CHECK_ARGS)
 
 # Chosen tests under other versions of torch and transformers, by hand: an environment has 5 GB.
 # VERSIONS="torch==2.11.0 transformers==5.17.0" tries one pair, and PYTHON=python3.12 another Python.
@@ -156,7 +154,7 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 
 # `python -m benchmarks SECTION --help` has the options of one.
 bench: $(MODEL)/config.json $(PEERS)/.installed
-	$(BENCHMARKS) all --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks all --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv runs models site

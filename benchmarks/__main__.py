@@ -14,15 +14,14 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks import results
+from distTest.gone import refuse_gone
 
 # Modules with `add_options(parser)` and `main(options)`. SHORT: the options of their short form.
-SECTIONS = ("convergence", "gpu", "growth", "kernels", "models", "plans", "published", "runs")
-# benchmarks/CLOSED.md has their results, each with the commit at which its command runs.
-CLOSED = ("rounding", "card", "experts", "checkpoint", "scaling", "two", "traffic", "records")
-CLOSED += ("sinks", "profile")
+SECTIONS = ("models", "plans", "published", "runs")
 
 
 def main(arguments: Sequence[str]) -> None:
+    refuse_gone("benchmarks", arguments)
     names = ("all", *results.SECTIONS, *SECTIONS)
     parser = ArgumentParser(
         "python -m benchmarks",
@@ -32,8 +31,6 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("section", choices=names)
-    if arguments[:1] and arguments[0] in CLOSED:
-        parser.error(f"{arguments[0]} is closed - read its result in benchmarks/CLOSED.md")
     name = parser.parse_args(arguments[:1]).section
     module = import_module(f"benchmarks.{name if name in SECTIONS else 'results'}")
     parser = ArgumentParser(

@@ -31,7 +31,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils import is_flash_attn_2_available
 
 from distTest.workloads.chats import MARKED_TEMPLATE
 
@@ -42,17 +41,11 @@ class Watch(TrainerCallback):
     """Notes when each optimizer step ends, in wall and CPU time, and its loss."""
 
     def __init__(self) -> None:
-        self.began = 0.0
         self.ends: list[float] = []
         self.cpu_ends: list[float] = []  # CPU seconds of this process
         self.losses: list[float] = []
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
-
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.cpu_ends.append(time.process_time())
 
@@ -70,16 +63,14 @@ def main() -> None:
     watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = build(options, tokenizer, records, watch, scratch)
-        counts = count_tokens(trainer, options.side)
+        counts = count_tokens(trainer)
         gc.collect()
         trainer.train()
     result = {
         "losses": watch.losses,
-        "first_s": watch.ends[0] - watch.began,
         # Without the first step, which also sets things up.
         "seconds": differences(watch.ends),
         "cpu_seconds": differences(watch.cpu_ends),
-        "attention": trainer.model.config._attn_implementation,
         "memory_bytes": peak_bytes(),
         **counts,
     }
@@ -116,8 +107,7 @@ def build(
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "bf16": options.dtype == "bfloat16",
-        "gradient_checkpointing": options.checkpointing,
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": True,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -126,7 +116,7 @@ def build(
     }
     is_sharded = options.side.endswith("_fsdp")
     if is_sharded:
-        shared["ddp_backend"] = "gloo" if shared["use_cpu"] else "nccl"
+        shared["ddp_backend"] = "gloo"
     if options.side.startswith("trl"):
         from trl import SFTConfig, SFTTrainer
 
@@ -153,8 +143,6 @@ def build(
 
 
 def load(options: Namespace, is_sharded: bool = False) -> Any:
-    has_flash = torch.cuda.is_available() and is_flash_attn_2_available()
-    implementation = "flash_attention_2" if has_flash else "sdpa"
     more: dict[str, Any] = {}
     if is_sharded:
         from transformers.distributed import DistributedConfig
@@ -162,7 +150,7 @@ def load(options: Namespace, is_sharded: bool = False) -> Any:
         ranks = dist.get_world_size()  # TrainingArguments has joined the group
         more["distributed_config"] = DistributedConfig(fsdp_size=ranks)
     return AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, attn_implementation=implementation, **more
+        options.model, dtype=torch.float32, attn_implementation="sdpa", **more
     )
 
 
@@ -184,26 +172,21 @@ def tokenize(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
 
 
 def peak_bytes() -> int:
-    """Return the peak of the GPU or of this process, by the counter that shardtune reads."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    """Return the peak of this process, by the counter that shardtune reads."""
     # Not ru_maxrss, which a process inherits from the one that started it.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
-def count_tokens(trainer: Any, side: str) -> dict[str, int]:
+def count_tokens(trainer: Any) -> dict[str, int]:
     """Count the tokens in the batches of one step of this rank."""
     counts = {"tokens": 0, "trained_tokens": 0, "computed_tokens": 0, "head_rows": 0}
     for batch in trainer.get_train_dataloader():
         mask = batch.get("attention_mask")
         counts["computed_tokens"] += batch["input_ids"].numel()
         counts["tokens"] += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
-        trained = int((batch["labels"][:, 1:] != -100).sum())
-        counts["trained_tokens"] += trained
-        # On a GPU TRL's kernel scores trained positions alone; without it TRL scores all.
-        is_compact = side.startswith("trl") and torch.cuda.is_available()
-        counts["head_rows"] += trained if is_compact else batch["input_ids"].numel()
+        counts["trained_tokens"] += int((batch["labels"][:, 1:] != -100).sum())
+        counts["head_rows"] += batch["input_ids"].numel()  # on a CPU all positions are scored
     return counts
 
 

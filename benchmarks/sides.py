@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,16 +29,14 @@ LR = 3e-4
 _TIMEOUT_S = 3600  # the limit of one run
 NAMES = {
     "ours": "shardtune",
-    "ours_compiled": "shardtune, `model.compile=true`",
     "trl_packed": "TRL, packed (bfd)",
     "trl_padded": "TRL, padded (batches of 4)",
     "trl_single": "TRL (batches of 1, no padding)",
     "hf_trainer": "HF Trainer (batches of 1, no padding)",
-    "hf_padded": "HF Trainer (batches of 8)",
     "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
     "trl_fsdp": "transformers' distributed_config (TRL's SFTTrainer)",
 }
-_BATCH_SIZES = {"trl_padded": 4, "hf_padded": 8}  # other peers take 1, without padding
+_BATCH_SIZES = {"trl_padded": 4}  # other peers take 1, without padding
 
 
 class Unequal(Exception):
@@ -50,14 +48,12 @@ class Side:
     """The figures of one run. Counts are of one step on all ranks."""
 
     losses: list[float]
-    first_s: float  # the first step, which also sets things up, from the loop's begin
-    seconds: list[float]  # each step but the first
+    seconds: list[float]  # each step but the first, which also sets things up
     memory_bytes: int  # the largest of any rank
     tokens: int  # real ones
     trained_tokens: int
     computed_tokens: int  # padding included
     head_rows: int | None = None  # where they were counted
-    attention: str = ""
     data_share: float | None = None  # the share of `seconds` waited for batches
     cpu_seconds: list[float] = field(default_factory=list)  # of CPU time in these steps
 
@@ -159,11 +155,6 @@ def run_pinned(command: Sequence[Any], log: Path, cores: Sequence[int] | None = 
     return code == 0
 
 
-def copy_tokenizer(model: Path, folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model / name, folder / name)
-
-
 @dataclass(frozen=True)
 class Job:
     """The same training for either side: all of the chats are one optimizer step."""
@@ -174,8 +165,6 @@ class Job:
     steps: int
     dtype: str  # forward and backward
     lr: float = LR
-    checkpointing: str = "none"
-    overflow: str = "error"
     more: Mapping[str, Any] = field(default_factory=dict)  # assignments of shardtune
     launcher: Sequence[Any] = ()  # the beginning of a command that runs another one
 
@@ -184,11 +173,10 @@ class Job:
         return {
             "model.path": self.model,
             "model.compute_dtype": self.dtype,
-            "model.activation_checkpointing": self.checkpointing,
             "model.compile": "false",
             "data.train": self.chats,
             "data.max_length": self.max_length,
-            "data.overflow": self.overflow,
+            "data.overflow": "error",
             "train.epochs": self.steps,
             "train.micro_batch_size": 1,
             "train.gradient_accumulation_steps": 1 << 16,
@@ -234,9 +222,6 @@ class Job:
         """
         if side == "ours":
             return self.run_ours(run, ways=ways, ranks=ranks, cores=cores)
-        if side == "ours_compiled":
-            compiled = replace(self, more={**self.more, "model.compile": "true"})
-            return compiled.run_ours(run, ways=ways, ranks=ranks, cores=cores)
         out = Path(f"{run}.json")
         options = {
             "side": side,
@@ -247,7 +232,6 @@ class Job:
             "dtype": self.dtype,
             "lr": self.lr,
             "batch_size": _BATCH_SIZES.get(side, 1),  # rows of a micro-batch
-            "checkpointing": self.checkpointing != "none",
         }
         program = ["-m", "benchmarks.peers", json.dumps(options), out]
         command = [*self.launcher, *launch(program, ranks, python)]
@@ -264,13 +248,11 @@ def side_of(record: RunRecord) -> Side:
     # Packed rows are flattened, so nothing is padded.
     return Side(
         losses=[step["loss"] for step in steps],
-        first_s=steps[0]["seconds"],
         seconds=[step["seconds"] for step in steps[1:]],
         memory_bytes=max(step["memory_bytes"] for step in steps),
         tokens=tokens,
         trained_tokens=trained,
         computed_tokens=tokens,
-        attention=next(lines_behind("Attention: ", log)),
         data_share=waited / took if took else None,
         cpu_seconds=differences(json.loads(next(lines_behind(CPU_LABEL, log), "[]"))),
     )

@@ -18,11 +18,6 @@ PLACES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
-    "benchmarks/RESULTS.png": "benchmarks.png",
-    "benchmarks/CONVERGENCE.md": "convergence.md",
-    "benchmarks/CONVERGENCE.svg": "convergence.svg",
-    "benchmarks/KERNELS.md": "kernels.md",
-    "benchmarks/CLOSED.md": "closed.md",
     "config.yaml": "config.yaml",
     "Dockerfile": "Dockerfile",
     **{

@@ -4,7 +4,7 @@ python -m distTest.gpu_check [--more] [--limit-s 3000] [--only NAME ...] [--out 
 
 It makes the checks that fit into nine minutes; `--more` makes the rest. This file needs
 the standard library alone, so an old Python can run it. A check is skipped by name if its PyTorch
-is too old or its peer is absent. A check that crashes is a failure by name, and the next ones go
+is too old. A check that crashes is a failure by name, and the next ones go
 on. Ends with 1 if a check failed.
 """
 
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distTest.gone import refuse_gone
 from distTest.gpu_check.card import make_card, write_card
 from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, SECOND, WHOLE_S, Check
 from distTest.workloads.machine import commit
@@ -90,6 +91,7 @@ def skipped(why: str) -> dict[str, Any]:
 
 
 def read_options() -> argparse.Namespace:
+    refuse_gone("gpu-check", sys.argv[1:])
     parser = argparse.ArgumentParser(prog="python -m distTest.gpu_check", description=__doc__)
     names = [check.name for check in CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
@@ -97,12 +99,6 @@ def read_options() -> argparse.Namespace:
         "--more", action="store_true", help=f"skip the first checks and begin with {SECOND[0].name}"
     )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
-    parser.add_argument(
-        "--peers",
-        type=Path,
-        default=REPOSITORY / ".venv/peers/bin/python",
-        help="the Python that has TRL and accelerate",
-    )
     parser.add_argument(
         "--limit-s",
         type=float,
@@ -115,7 +111,7 @@ def read_options() -> argparse.Namespace:
     if options.limit_s is None:
         options.limit_s = math.inf if options.only or options.tiny else LIMIT_S
     options.commit = commit() or options.commit or "unknown, for lack of .git and --commit"
-    options.out, options.peers = options.out.absolute(), options.peers.absolute()
+    options.out = options.out.absolute()
     return options
 
 
@@ -129,8 +125,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "distTest.gpu_check.check_process", check.name, str(result)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    more = {"GPU_CHECK_PEERS": str(options.peers), "GPU_CHECK_TINY": "1" if options.tiny else ""}
-    more["GPU_CHECK_RESULT"] = str(result)
+    more = {"GPU_CHECK_TINY": "1" if options.tiny else "", "GPU_CHECK_RESULT": str(result)}
     if not check.takes_all_gpus:
         more["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
     started, timeout_s = time.monotonic(), min(left_s, 60 + 3 * check.seconds)

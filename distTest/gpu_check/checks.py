@@ -54,7 +54,6 @@ SECOND = [
     Check("async-save", "training.async_save", 45),
     Check("two-gpus", "training.two_gpus", 180, takes_all_gpus=True),
     Check("speed-glm-4.5-air-8192", "glm.rows_of_8192", 280, is_timed=True),
-    Check("peers", "peers.peers", 550, is_timed=True),
 ]
 CHECKS = FIRST + SECOND
 

@@ -44,11 +44,9 @@ MIXES = {
 }
 
 
-def write_chats(
-    path: Path, tokens: int, max_length: int, mix: str = "prompts", seed: int = 0
-) -> Path:
+def write_chats(path: Path, tokens: int, max_length: int, mix: str = "prompts") -> Path:
     """Write about `tokens` tokens of chats, none longer than `max_length`."""
-    source, source_of_turns, kind = random.Random(seed), random.Random(seed), MIXES[mix]
+    source, source_of_turns, kind = random.Random(0), random.Random(0), MIXES[mix]
     words = sorted(set(re.findall(r"[a-z]{2,12}", SOURCE.read_text(encoding="utf-8"))))
     with path.open("w", encoding="utf-8") as file:
         while tokens > 0:

@@ -10,13 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128}
-_QWEN3 |= {"vocab_size": 151936, "tie_word_embeddings": True}
+_QWEN3 |= {"vocab_size": 151936, "tie_word_embeddings": False}
 _GLM = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True}
 _GLM |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
 _GLM |= {"moe_intermediate_size": 1408, "first_k_dense_replace": 1}
-_QWEN3_MOE = {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
-_QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_QWEN3_MOE |= {"norm_topk_prob": True}
 _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256}
 
 
@@ -27,10 +24,7 @@ def shape_of(width: int, mlp_width: int, layers: int, heads: int, more: dict[str
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-1.7b": ("qwen3", shape_of(2048, 6144, 28, 16, _QWEN3)),
-    "qwen3-4b": ("qwen3", shape_of(2560, 9728, 36, 32, _QWEN3)),
-    "qwen3-8b": ("qwen3", shape_of(4096, 12288, 36, 32, _QWEN3 | {"tie_word_embeddings": False})),
-    "qwen3-30b-a3b": ("qwen3_moe", shape_of(2048, 6144, 48, 32, _QWEN3_MOE)),
+    "qwen3-8b": ("qwen3", shape_of(4096, 12288, 36, 32, _QWEN3)),
     "llama3-8b": ("llama", shape_of(4096, 14336, 32, 32, _LLAMA)),
     "glm-4.5-air, real width": ("glm4_moe", shape_of(4096, 10944, 46, 96, _GLM)),
 }

@@ -6,7 +6,6 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +104,6 @@ def write_png(chart: Chart, path: Path) -> None:
     """
     with matplotlib.rc_context(_STYLE):
         _figure(chart, "step").savefig(path, dpi=200, facecolor="white")
-
-
-def write_svg(charts: Sequence[Chart], path: Path) -> None:
-    """Write charts over the steps below one another, for a page without the report's colours."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": charts[0].name}):
-        figure = Figure(figsize=(4.5, 3.6 * len(charts)), layout="constrained")
-        panels = figure.subplots(len(charts), squeeze=False)[:, 0]
-        for axes, chart in zip(panels, charts, strict=True):
-            _draw(axes, chart, "step")
-            axes.legend(**_BELOW)
-        figure.savefig(path, facecolor="white", bbox_inches="tight", metadata={"Date": None})
 
 
 def _figure(chart: Chart, axis: str) -> Figure:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import shutil
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY, needs_namespaces
+from conftest import needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import cable, convergence, epoch, gpu, head, plot, sides
-from benchmarks.__main__ import CLOSED, main
+from benchmarks import cable, sides
+from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
     FAILED,
@@ -29,12 +28,12 @@ from benchmarks.sides import (
     require_equal_work,
     require_moving_loss,
 )
+from distTest.gone import GONE
 from distTest.workloads.chats import MIXES, TEMPLATE_TOKENS, TOKENS_PER_WORD, write_chats
 from distTest.workloads.shapes import SHAPES, slice_of
 
 PEER = Side(
     losses=[3.0, 2.5],
-    first_s=2.0,
     seconds=[1.0],
     memory_bytes=10**9,
     tokens=100,
@@ -120,45 +119,27 @@ def run_benchmark(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_another_loss_fails_its_section(run_benchmark, tmp_path, monkeypatch):
-    def a_run(command: list[Any], *_: Any) -> bool:
-        way, out = command[3:5]
-        figures = {"loss": 2.5 + 0.01 * (way == "ours")}
-        out.write_text(json.dumps(figures), encoding="utf-8")
-        return True
+def test_a_section_that_fails_says_so_and_the_others_are_kept(run_benchmark, tmp_path, monkeypatch):
+    def fails(*_: Any) -> dict[str, Any]:
+        FAILED.append("no figure for TRL: why")
+        return {}
 
-    monkeypatch.setattr(head, "run_pinned", a_run)
-    text = "head: the loss of step 1 is 2.510000 and 2.500000"
-    with pytest.raises(SystemExit, match=f"ERROR: {text} - see the logs"):
-        run_benchmark("head")
-    measured = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    assert measured["head"]["failed"] == [text] and not measured["head"]["figures"]
-    assert f"Failed: {text}." in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.full
-def test_a_section_is_measured_and_the_others_are_kept(
-    run_benchmark, tmp_path, models, monkeypatch
-):
-    monkeypatch.setattr(head, "VOCABULARY", 5000)
+    monkeypatch.setattr(cable, "variants", lambda _: [("glm",)])
+    monkeypatch.setattr(cable, "measure", fails)
     earlier = {"measured_with": {"date": "before"}, "figures": {}, "failed": []}
-    (tmp_path / "RESULTS.json").write_text(
-        json.dumps({"epoch": earlier, "head": earlier}), encoding="utf-8"
-    )
-    text = run_benchmark("head", "--model", models["llama"], "--head-tokens", 64)
-    assert (
-        "| naive | 64 | 5000 | " in text
-        and "shardtune takes " in text
-        and "Losses of a token: " in text
-    )
-    kept, measured = (part.split("\n\n") for part in text.split("\n## ")[1:])
-    assert [kept[0], kept[1].strip()] == ["epoch", "Run 1."]
+    parts = {"one float32, prompts": earlier, "cable glm": earlier}
+    (tmp_path / "RESULTS.json").write_text(json.dumps(parts), encoding="utf-8")
+    with pytest.raises(SystemExit, match="ERROR: no figure for TRL: why - see the logs in"):
+        run_benchmark("cable", "--steps", 1)
+    text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert "\n1. date: before\n2. date: 2" in text
-    assert measured[0].startswith("Memory of head and loss") and measured[1] == "Run 2."
+    kept, measured = (" ".join(part.split()) for part in text.split("\n## ")[1:])
+    assert kept == "one float32, prompts Run 1."
+    assert measured == "cable glm Run 2. Failed: no figure for TRL: why."
     in_file = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    command = in_file["head"]["measured_with"]["command"]
-    assert in_file["epoch"] == earlier
-    assert command.startswith("python -m benchmarks head ") and "--head-tokens 64" in command
+    assert in_file["one float32, prompts"] == earlier
+    command = in_file["cable glm"]["measured_with"]["command"]
+    assert command.startswith("python -m benchmarks cable ") and command.endswith("--steps 1")
 
 
 def test_a_cable_that_cannot_be_made_is_left_out_by_name(run_benchmark, monkeypatch, capsys):
@@ -185,77 +166,11 @@ def test_a_mesh_is_measured_over_a_cable(run_benchmark, tmp_path, monkeypatch):
     assert text.count("| shardtune, `parallel.stages=2` | ") == 2
 
 
-@pytest.mark.full
-def test_a_shape_is_measured_without_a_checkpoint(run_benchmark, tmp_path, models):
-    more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
-    text = run_benchmark("gpu", "--tokenizer", models["llama"], *more)
-    *_, line = text.splitlines()
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:4] == ["qwen3-1.7b", "256", "2 of 2 layers", "shardtune"] and cells[8].startswith(
-        "within each document"
-    ), text
-    first, last = map(float, cells[7].split())
-    assert last < 0.95 * first
-    (log,) = (tmp_path / "work").glob("*-ours-0.log")
-    said = log.read_text(encoding="utf-8")
-    assert "Finished: nothing is saved" in said and "Saved checkpoint" not in said
-
-
-def test_a_slice_without_experts_is_refused(run_benchmark, models, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    text = r"2 of 46 layers, the last of them the first with experts, take 6\d GB"
-    with pytest.raises(SystemExit, match=f"ERROR: glm-4.5-air, real width: {text}"):
-        run_benchmark("gpu", "--tokenizer", models["llama"], "--shapes", "glm-4.5-air, real width")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_a_whole_run_is_measured(run_benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(epoch, "_SIDES", ("ours",))
-    monkeypatch.setattr(epoch, "_REFERENCE", "ours")
-    monkeypatch.setattr(epoch, "_DTYPE", "float32")
-    tokenizer = REPOSITORY / "models/SmolLM2-135M-Instruct"
-    options = argparse.Namespace(
-        tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer
-    )
-    model, _ = gpu.write_model(options, "llama3-8b")
-    run_benchmark("epoch", "--model", model, "--short")
-    in_file = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    row = in_file["epoch"]["figures"]["rows"]["ours"]
-    assert 0 < row["first_s"][0] < row["seconds"][0] and len(row["losses"]) == 2
-
-
-def test_a_panel_is_drawn_for_each_mix_of_chats():
-    committed = REPOSITORY / "benchmarks/RESULTS.json"
-    found = json.loads(committed.read_text(encoding="utf-8"))
-    figure = plot.draw_results(found)
-    assert len(figure.axes) == sum(name.startswith("one ") for name in found) == 5
-
-
-@pytest.mark.parametrize("section", CLOSED)
-def test_a_section_that_was_let_go_names_where_its_result_is(section, capsys):
+@pytest.mark.parametrize("word", GONE["benchmarks"])
+def test_a_section_or_an_option_that_is_gone_is_refused_by_what_to_do(word, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([section])
-    refusal = capsys.readouterr().err
-    assert f"{section} is closed - read its result in benchmarks/CLOSED.md" in refusal
-
-
-@pytest.mark.full
-def test_every_way_of_training_is_on_the_page_of_convergence(models, tmp_path):
-    model = shutil.copytree(models["llama"], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = 512
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    places = ["--results", tmp_path / "found.json", "--page", tmp_path / "page.md"]
-    main(list(map(str, ["convergence", "--short", "--model", model, *places])))
-    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == convergence.page(results)
-    assert (tmp_path / "page.svg").stat().st_size > 1000
-    for name, variant in convergence.VARIANTS.items():
-        assert len(results[name]["losses"]) == 2
-        assert not variant.reference or convergence.furthest(results, name, steps=1) < 1e-5
+        main([word] if word[0] != "-" else ["one", f"{word}=1"])
+    assert re.fullmatch(f"ERROR: {word}(=1)? is gone - .+\n", capsys.readouterr().err)
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 from helpers.commands import completed
+from helpers.documented import require_error_line
 from helpers.forked import ForkedPopen
 from helpers.pinned import on_path
 from helpers.pretended import needs_compiler
@@ -68,6 +69,14 @@ def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(tmp_path, monke
     monkeypatch.setattr(gpu_check, "CHECKS", checks[1:2])
     with pytest.raises(SystemExit, match="ERROR: no check could be made - "):
         gpu_check.main()
+
+
+@pytest.mark.parametrize("arguments", [["--only", "peers"], ["--peers=python3"]])
+def test_a_check_or_an_option_that_is_gone_is_refused_by_what_to_do(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_check", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    require_error_line(capsys.readouterr().err.rstrip("\n"))
 
 
 def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(monkeypatch):
@@ -244,7 +253,7 @@ def test_a_check_of_each_kind_passes_on_a_pretended_gpu(tmp_path):
 @pytest.mark.timeout(900)
 @needs_compiler
 def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path):
-    """The CPU build lacks Triton, and this environment TRL.
+    """The CPU build lacks Triton.
 
     Each process of a check is a fork, which spares the seconds of its imports.
     """
@@ -253,8 +262,7 @@ def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path):
     rows = results_of(tmp_path)
     assert list(rows) == names
     not_ok = {name: row["summary"] for name, row in rows.items() if row["verdict"] != "ok"}
-    assert not_ok.keys() == {"two-gpus", "peers"}, not_ok
-    assert not_ok["peers"].endswith(" lack TRL - make .venv/peers/.installed")
+    assert not_ok.keys() == {"two-gpus"}, not_ok
     for name in ("optimizer", "speed-glm-4.5-air"):
         assert "compiled: skipped, since nothing is compiled here" in rows[name]["summary"]
     for name in ("speed-llama3-8b-lora", "speed-llama3-8b", "speed-qwen3-8b-lora"):
@@ -285,7 +293,6 @@ def check_in_forks(folder: Path, names: list[str]) -> None:
     subprocess.Popen = ForkedPopen  # type: ignore[misc, assignment]
     memory.make_plan, memory.as_prediction = plan_in_fork, attrgetter("prediction")
     sys.argv = ["gpu_check", "--tiny", "--only", *names, "--out", str(folder / "out")]
-    sys.argv += ["--peers", str(folder / "peers/bin/python")]
     gpu_check.main()
 
 

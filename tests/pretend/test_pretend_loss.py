@@ -20,12 +20,16 @@ from shardtune.distributed import compiling
 from shardtune.model import loss
 from shardtune.model.loss import LossHead, compile_loss
 from shardtune.planner.arithmetic.figures import Kernel
-from shardtune.planner.arithmetic.roofline import launched, moved_bytes
+from shardtune.planner.arithmetic.roofline import launched
 from shardtune.planner.simulation.tracker import Tracker
 
 pytestmark = needs_compiler
 
 ROWS, VOCABULARY = 64, 5000
+
+
+def moved_bytes(kernels: Counter[Kernel]) -> int:
+    return sum(n * kernel.n_bytes for kernel, n in kernels.items())
 
 
 def count(out: Path) -> None:

@@ -25,7 +25,6 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.simulation.kernel_costs import kernel_of
@@ -37,17 +36,12 @@ _PRODUCTS = ("mm", "mm.default")
 class Compiler:
     """Its `compile` stands for `torch.compile`, and tells `launch` which kernels run.
 
-    Graphs are lowered while `is_counting`, for the sizes that they first meet then. At others their
-    kernels are the same, and the work is in proportion.
+    Graphs are lowered for the sizes that they first meet. At others their kernels are the same, and
+    the work is in proportion.
     """
 
-    def __init__(
-        self,
-        launch: Callable[[Counter[Kernel]], None],
-        is_counting: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._launch, self._is_counting = launch, is_counting
-        self._launched: Counter[Kernel] = Counter()
+    def __init__(self, launch: Callable[[Counter[Kernel]], None]) -> None:
+        self._launch = launch
         self._backend = aot_autograd(
             fw_compiler=self._graph,
             partition_fn=min_cut_rematerialization_partition,
@@ -56,30 +50,7 @@ class Compiler:
         )
 
     def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return the function, compiled.
-
-        One that returns nothing runs once for arguments of each shape: no number means anything.
-        """
-        compiled = _compile(function, backend=self._backend, **options)
-        known: dict[tuple[str, bool], Counter[Kernel]] = {}
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            shapes = repr([_shape(x) for x in tree_leaves((arguments, named))])
-            key = shapes, self._is_counting()
-            if key in known:
-                self._run(known[key])
-                return None
-            before = self._launched.copy()
-            result = compiled(*arguments, **named)
-            if result is None:
-                known[key] = self._launched - before
-            return result
-
-        return call
-
-    def _run(self, kernels: Counter[Kernel]) -> None:
-        self._launched.update(kernels)
-        self._launch(kernels)
+        return _compile(function, backend=self._backend, **options)
 
     def _graph(self, graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph of AOTAutograd."""
@@ -91,19 +62,14 @@ class Compiler:
             arguments = list(given)
             given.clear()
             with _disable_current_modes():
-                if self._is_counting():
-                    if not size:
-                        kernels, size = kernels_of(graph, arguments), _size(arguments)
-                    share = _size(arguments) / size
-                    self._run(Counter({_scaled(kernel, share): n for kernel, n in kernels.items()}))
+                if not size:
+                    kernels, size = kernels_of(graph, arguments), _size(arguments)
+                share = _size(arguments) / size
+                self._launch(Counter({_scaled(kernel, share): n for kernel, n in kernels.items()}))
                 return graph(*arguments)
 
         cast(Any, run)._boxed_call = True
         return run
-
-
-def _shape(value: Any) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _size(values: Sequence[Any]) -> int:

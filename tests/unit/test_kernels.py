@@ -10,17 +10,11 @@ import torch.nn.attention.varlen  # registers its operators
 
 from shardtune.cards import CARDS
 from shardtune.planner.arithmetic.figures import Kernel, Kind
-from shardtune.planner.arithmetic.roofline import (
-    H100,
-    H200,
-    LAUNCH_S,
-    gpu_of,
-    seconds,
-    with_gathers,
-)
+from shardtune.planner.arithmetic.roofline import LAUNCH_S, gpu_of, seconds, with_gathers
 from shardtune.planner.simulation.kernel_costs import kernel_of
 
 aten = torch.ops.aten
+H100, H200 = gpu_of(CARDS["H100"]), gpu_of(CARDS["H200"])
 
 
 def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -131,3 +131,13 @@ def test_a_record_keeps_its_first_outcome_and_fits_its_memory():
     outcome = reader.outcome
     assert outcome is not None and outcome.code == 2
     assert outcome.lines[-1].startswith("199 ü") and RankRecord.from_buffer(memory).outcome is None
+
+
+def test_ranks_are_not_compared_with_one_another(monkeypatch):
+    """512 of them would be compared a hundred thousand times a second."""
+
+    def equal(self: RankStatus, other: object) -> bool:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(RankStatus, "__eq__", equal)
+    assert stuck_ranks(ranks(*[(STEP, 9, 0)] * 4), LIMITS) is None

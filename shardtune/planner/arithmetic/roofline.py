@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardtune.cards import CARDS, Card
+from shardtune.cards import Card
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 
 LAUNCH_S = 4.5e-6
@@ -57,9 +57,6 @@ def gpu_of(card: Card) -> Gpu:
     return Gpu(card, 650 / 989 * peak, 350e12 * of_h100, 270e12 * of_h100)
 
 
-H100, H200 = gpu_of(CARDS["H100"]), gpu_of(CARDS["H200"])
-
-
 def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
     """Return a kernel's seconds on the device. Gathers and reductions hide behind other kernels."""
     if kernel.kind == Kind.COLLECTIVE:
@@ -92,9 +89,3 @@ def with_gathers(kernels_s: float, n_bytes: float, gpu: Gpu, is_hidden: bool) ->
 def launched(kernels: Mapping[Kernel, float]) -> float:
     """Return the number of kernels, collectives left out."""
     return sum(n for kernel, n in kernels.items() if kernel.kind != Kind.COLLECTIVE)
-
-
-def moved_bytes(kernels: Mapping[Kernel, float], *kinds: Kind) -> float:
-    """Return the bytes that kernels of these kinds move; without kinds, all but collectives."""
-    wanted = kinds or tuple(kind for kind in Kind if kind != Kind.COLLECTIVE)
-    return sum(n * kernel.n_bytes for kernel, n in kernels.items() if kernel.kind in wanted)

@@ -1,0 +1,40 @@
+"""What is gone from the commands of `benchmarks` and `distTest`, and what takes its place.
+
+A section, check or option that goes gets a row here, and no code of its own. Imports the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+_READ = "read its result in docs/measured.md"
+# By command: each word that is gone, and what to do.
+GONE: dict[str, dict[str, str]] = {
+    "benchmarks": {
+        "convergence": "run the demo with its settings, or read its result in docs/measured.md",
+        "epoch": "run one, or read its result in docs/measured.md",
+        "--epochs": "give one --steps",
+        "--epoch-tokens": "give one --tokens",
+        "gpu": "run make gpu-check",
+        "growth": _READ,
+        "head": _READ,
+        "kernels": "run shardtune plan, or read its result in docs/measured.md",
+        "--head-tokens": _READ,
+        **dict.fromkeys(("rounding", "card", "experts", "checkpoint", "scaling", "two"), _READ),
+        **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),
+    },
+    "gpu-check": {
+        "peers": "run make bench, which has TRL and HF Trainer on CPUs",
+        "--peers": "leave it out: no check runs TRL",
+    },
+}
+
+
+def refuse_gone(command: str, words: Sequence[str]) -> None:
+    """Exit with code 2 if a word of a command line is gone, and say what to do."""
+    for word in words:
+        if remedy := GONE[command].get(word.partition("=")[0]):
+            print(f"ERROR: {word} is gone - {remedy}", file=sys.stderr)
+            sys.exit(2)
