@@ -37,14 +37,11 @@ def refused(done: CompletedProcess[str]) -> str:
     return last
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("leaking", "attention"),
     [
-        pytest.param(
-            lambda: packing_families.build("bloom"),
-            "eager",
-            marks=pytest.mark.full,
-        ),
+        (lambda: packing_families.build("bloom"), "eager"),
         (lambda: small_opt(dropout=0.0), "sdpa"),
     ],
     ids=["bloom", "opt"],

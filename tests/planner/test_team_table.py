@@ -37,6 +37,10 @@ REFUSED = {
     "": "neither a configuration nor one model is given",
     "model.path=MODEL": "neither a configuration nor one model is given",
 }
+WIDE = LlamaConfig(
+    **LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
+)
+MACHINE = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
 COST = ["--tokens", "1e9", "--price", "2"]
 SCRIPT = """
 import json, sys
@@ -80,12 +84,8 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
 
 def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, capsys):
     """1.3 GB of a GPU are allowed for the device's own; frozen weights fit into the rest."""
-    wide = LlamaConfig(
-        **LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
-    )
-    wide.save_pretrained(tmp_path)
-    machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
-    assert run(["plan", str(tmp_path), *machine, "3.3", "data.max_length=64", *COST]) == 0
+    WIDE.save_pretrained(tmp_path)
+    assert run(["plan", str(tmp_path), *MACHINE, "3.3", "data.max_length=64", *COST]) == 0
     title, head, *rough, _, simulated, again, whole, adapters, more, _, _, _, _, _ = (
         capsys.readouterr().out.splitlines()
     )
@@ -102,10 +102,15 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
     )
     assert "train.gradient_accumulation_steps=32" in adapters
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
-    other = tmp_path / "other"
-    wide.save_pretrained(other)
-    assert run(["plan", str(tmp_path), str(other), *machine, "1.4", "data.max_length=64"]) == 3
+
+
+@pytest.mark.full
+def test_a_team_to_which_nothing_fits_is_refused_with_a_row_of_each_model(tmp_path, capsys):
+    for name in ("one", "other"):
+        WIDE.save_pretrained(tmp_path / name)
+    models = [str(tmp_path / name) for name in ("one", "other")]
+    assert run(["plan", *models, *MACHINE, "1.4", "data.max_length=64"]) == 3
     printed = capsys.readouterr()
-    _, head, *rows = printed.out.partition("Simulated:")[0].splitlines()
-    assert [row.split()[0] for row in rows if row] == [tmp_path.name] * 2 + ["other"] * 2
+    _, _, *rows = printed.out.partition("Simulated:")[0].splitlines()
+    assert [row.split()[0] for row in rows if row] == ["one"] * 2 + ["other"] * 2
     assert printed.err.splitlines()[-1].startswith("ERROR: nothing of ")
