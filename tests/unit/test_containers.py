@@ -114,7 +114,7 @@ def test_the_image_has_a_python_that_ci_tests_and_the_pinned_requirements():
     steps = instructions()
     workflow = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text("utf-8"))
     (job,) = workflow["jobs"].values()
-    assert job["steps"][-1]["run"].endswith(" make test")
+    assert job["steps"][-1]["run"].endswith(" .ci/run")
     (python,) = [
         s["with"]["python-version"] for s in job["steps"] if "python-version" in s.get("with", {})
     ]

@@ -16,6 +16,7 @@ from shardtune.distributed.join import native_dtype
 cores, memory = os.cpu_count(), available_memory() >> 30
 print(native_dtype(torch.device("cpu")), cores, memory, os.listdir())
 """
+OWN = {"TESTS", "PYTEST"}
 # A file of tests whose children do that. It need not be there: asking for it is wrong.
 TESTS = """
 import subprocess, sys
@@ -41,7 +42,7 @@ def test_a_process_finds_what_is_pinned_whatever_its_machine_has(has_bfloat16, d
 
 def test_a_test_that_touches_what_commands_left_in_the_checkout_fails_by_name(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS.format(checkout=str(REPOSITORY)))
-    own = {name: each for name, each in os.environ.items() if not name.startswith("TESTS_")}
+    own = {name: each for name, each in os.environ.items() if name.partition("_")[0] not in OWN}
     plugin = ["-p", "helpers.pinned", "-p", "no:cacheprovider", "-c", os.devnull]
     command = [sys.executable, "-m", "pytest", *plugin, "test_some.py"]
     said = completed(command, cwd=tmp_path, env=own | on_path(REPOSITORY / "tests")).stdout
