@@ -86,7 +86,7 @@ MATRIX: list[Case] = [
     ("gpt_oss", Mesh(4, 2, 2), Mesh(2, 1), [APART]),  # sinks and windows
     ("llama", Mesh(4, 2), Mesh(2, 1), [APART]),
     ("llama", Mesh(4, 2, 1, 4), Mesh(4, 4, 1, 2), SELECTIVE),
-    ("llama", Mesh(4, 2, stages=2), Mesh(4, 4), ["model.compile=true", *FULL]),
+    ("llama", Mesh(4, 2, stages=2), Mesh(4, 4), FULL),
     ("qwen3_moe", Mesh(4, 4), Mesh(2, 2, 2), FULL),
     ("qwen3_moe", Mesh(8, 2, 2, 2, 2), Mesh(4, 2, 4), ["eval.keep_best=true", *SELECTIVE]),
     ("glm4_moe", Mesh(4, 2, 2), Mesh(2, 2), ["train.micro_batch_size=2", *FULL]),
