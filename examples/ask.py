@@ -87,13 +87,13 @@ def show(questions: Sequence[str], *said: Sequence[str]) -> None:
     before, after, references = said
     nth = max(1, len(questions) // 5)  # a rule, so that nobody chooses the answers
     table = Table("Question", box=None, padding=(0, 2, 0, 0))
-    for name, width in (("Before", 26), ("After", 20), ("Reference", 14)):
+    for name, width in (("Before", 30), ("After", 16), ("Reference", 14)):
         table.add_column(name, max_width=width, no_wrap=True)
-    marks = {True: "right", False: "wrong"}
+    marks = {True: "+", False: "-"}
     for question, *two, reference in [*zip(questions, *said, strict=True)][nth - 1 :: nth]:
-        marked = (f"{marks[is_right(text, reference)]}: {' '.join(text.split())}" for text in two)
+        marked = (f"{marks[is_right(text, reference)]} {' '.join(text.split())}" for text in two)
         table.add_row(question, *marked, reference)
-    print(f"\nQuestions {nth}, {2 * nth}, ... of {len(questions)}, trained in other words:\n")
+    print(f"\nQuestions {nth}, {2 * nth}, ... of {len(questions)}; + is right, - is wrong:\n")
     Console(width=100, markup=False, emoji=False, highlight=False).print(table)
     what = f"{len(questions)} short answers to reworded questions"
     was, now = (sum(map(is_right, some, references)) for some in (before, after))

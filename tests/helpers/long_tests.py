@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 PARTS = 6
-LIMIT_S = 15 * 60
+LIMIT_S = 12 * 60  # a test may begin: the last ones take a minute or two
 RECORD = Path(__file__).resolve().parent.parent / "long_tests.json"
 LEFT_OUT = f"left out, since {LIMIT_S // 60} minutes were over"
 NOT_RUN = f"in none of the last {PARTS} parts"
@@ -44,8 +44,12 @@ def not_run(tests: Iterable[str], runs: list[Run]) -> list[str]:
 
 
 def with_run(part: int, left_out: list[str]) -> list[Run]:
-    """Return the last parts on record, and this one."""
-    before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+    """Return the last parts on record, and this one. Raises UsageError."""
+    try:
+        before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+        before = [{name: run[name] for name in ("part", "date", "left_out")} for run in before]
+    except (ValueError, TypeError, KeyError) as error:
+        raise pytest.UsageError(f"{RECORD} is damaged - write [] into it") from error
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return [*before, {"part": part, "date": date, "left_out": left_out}][-PARTS:]
 
@@ -56,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STARTED], config.stash[_UNRUN] = time.monotonic(), set()
+    with_run(0, [])  # a damaged record ends the command here
 
 
 @pytest.hookimpl(trylast=True)
@@ -78,16 +83,19 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_UNRUN].update(getattr(node, "workeroutput", {}).get("unrun", []))
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     part = config.getoption("commits") % PARTS
-    skipped = terminalreporter.stats.get("skipped", [])
-    left_out = sorted(report.nodeid for report in skipped if LEFT_OUT in str(report.longrepr))
+    stats = terminalreporter.stats
+    skipped = {each.nodeid: str(each.longrepr) for each in stats.get("skipped", [])}
+    late = sorted(test for test, why in skipped.items() if LEFT_OUT in why)
     terminalreporter.section(f"part {part} of 0 to {PARTS - 1} of the long tests")
-    for title, tests in ((LEFT_OUT, left_out), (NOT_RUN, sorted(config.stash[_UNRUN]))):
+    for title, tests in ((LEFT_OUT, late), (NOT_RUN, sorted(config.stash[_UNRUN]))):
         terminalreporter.write_line(f"{title}: {len(tests) or 'none'}")
         for test in tests:
             terminalreporter.write_line(f"  {test}")
-    if config.option.collectonly:
+    is_part = config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    has_errors = any(each.when == "collect" for each in stats.get("error", []))
+    if config.option.collectonly or is_part or has_errors or exitstatus not in (0, 1):
         return
-    runs = json.dumps(with_run(part, left_out), indent=1)
+    runs = json.dumps(with_run(part, sorted(skipped)), indent=1)
     RECORD.write_text(runs + "\n", encoding="utf-8")

@@ -239,7 +239,7 @@ def test_make_demo_trains_asks_and_reports(tmp_path, models):
     settings = f"MODEL={tiny} RUN={run_dir} SHORT={tmp_path / 'two.jsonl'}"
     said = demo(f"{settings} DEMO_ARGS='{arguments}'")
     assert "\r" not in said
-    for text in ("Step 2/2 | Loss:", "wrong: ", f"{run_dir}/model"):
+    for text in ("Step 2/2 | Loss:", "  - ", f"{run_dir}/model"):
         assert text in said
     assert re.search(r"^Time: set-up \d+ s, data \d+ s, training \d+ s, answers \d+ s$", said, re.M)
     assert EXACT.findall(said)[0][0] == "2"

@@ -139,10 +139,10 @@ def test_the_rank_that_ended_first_is_the_one_named(folder):
 @pytest.mark.parametrize(
     ("rank", "ranks_per_node", "mesh", "where", "phase", "at"),
     [
+        (1, 1, "replicate=1", DATA, "data", "build_batch"),
         *(
             pytest.param(*case, marks=FULL)
             for case in [
-                (1, 1, "replicate=1", DATA, "data", "build_batch"),
                 (1, 1, "replicate=2", FORWARD, "forward and backward", "summed_loss"),
                 (1, 2, "replicate=1", DATA, "data", "build_batch"),
                 (2, 2, "replicate=1", FORWARD, "forward and backward", "summed_loss"),

@@ -273,7 +273,6 @@ def test_shards_that_cut_blocks_are_refused(models, tmp_path):
     require_error_line(line)
 
 
-@pytest.mark.full
 def test_a_router_that_is_float32_by_its_class_has_masters_of_the_asked_dtype(tokenizer, tmp_path):
     """FSDP2 refuses a group whose trained weights have several dtypes."""
     ernie = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}

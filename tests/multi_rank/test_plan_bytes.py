@@ -46,10 +46,7 @@ CASES = [
     # Room for the sums of a replica's gradients, but not for whole gradients.
     (4, "qwen3_moe", ["parallel.expert=2", *REPLICAS], 1.0046e8),
     (4, "llama", ["parallel.tensor=2", SELECTIVE], 8e9),
-    pytest.param(
-        *(1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"], 8e9),
-        marks=pytest.mark.full,
-    ),
+    (1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"], 8e9),
     *(
         pytest.param(4, *case, marks=pytest.mark.full)
         for case in (

@@ -258,7 +258,6 @@ def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(lacks, a, b, who
     assert not checkpoint(b / "run", 4).with_suffix(".aside1").exists()
 
 
-@pytest.mark.full
 def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a, b, whole):
     for folder in (a, b):
         shutil.rmtree(checkpoint(folder / "run", 2))

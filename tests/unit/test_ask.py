@@ -80,7 +80,7 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
     row = next(line for line in said.splitlines() if line.startswith("which rank ?"))
     words = ("".join(filter(str.isprintable, " ".join(answer.split()))) for answer in answers)
     shown = [re.escape(text[:12]) for text in words]
-    assert re.fullmatch(rf"which rank \? +wrong: {shown[0]}.* wrong: {shown[1]}.* the ref.*", row)
+    assert re.fullmatch(rf"which rank \? +- {shown[0]}.* - {shown[1]}.* the ref.*", row)
     assert "\nExact match on 2 short answers to reworded questions: 0 before, 0 after\n" in said
     assert re.search(r"^Time: set-up 30 s, data 60 s, training \d+ s, answers \d+ s$", said, re.M)
     assert str(tmp_path / "run/metrics.jsonl") in said
@@ -125,8 +125,8 @@ def test_the_table_has_every_eighth_of_forty_questions_in_lines_that_a_terminal_
     scoring["show"](questions, ["long\n[words] " * 9] * 40, references, references)
     said = capsys.readouterr().out
     assert re.findall(r"^(\d+) why", said, re.M) == ["8", "16", "24", "32", "40"]
-    assert re.findall(r"right: (\d+)", said) == ["8", "16", "24", "32", "40"]
-    assert said.count("wrong: long [words]") == 5
+    assert re.findall(r"\+ (\d+)", said) == ["8", "16", "24", "32", "40"]
+    assert said.count("- long [words]") == 5
     assert max(map(len, said.splitlines())) <= 100
     assert ": 0 before, 40 after\n" in said
 
