@@ -37,7 +37,7 @@ from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.source.load_weights import open_tensors
 from shardtune.model.source.quantised import Sliceable, quantisation_in
 from shardtune.model.source.text_model import build_with_towers, drop_towers
-from shardtune.model.source.weight_files import INDEX, list_tensors
+from shardtune.model.source.weight_files import index_of_weights, list_tensors
 
 _FILE_BYTES = 5_000_000_000
 _COMPARED_ROWS = 4096
@@ -319,8 +319,8 @@ def require_index(folder: Path, path: str) -> None:
     Raises:
         UserError: the index lacks tensors of the model `path`.
     """
-    index, config = folder / INDEX, model_assets(folder)["config.json"]
-    if not index.is_file() or quantisation_in(folder):
+    index, config = index_of_weights(folder), model_assets(folder)["config.json"]
+    if index is None or quantisation_in(folder):
         return
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     source = {"path": path, "tensors": {name: [None, None] for name in names}}
