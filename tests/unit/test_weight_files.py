@@ -126,5 +126,5 @@ def test_files_that_transformers_would_read_otherwise_are_refused_by_name(models
     assert adapter.startswith(f"{folder}/adapter_config.json: ")
     assert pointer.startswith(f"{first}: a pointer of Git LFS")
     (folder / "config.json").write_text(json.dumps({"transformers_weights": "own.safetensors"}))
-    with pytest.raises(UserError, match="transformers_weights=own.safetensors"):
+    with pytest.raises(UserError, match=r"transformers_weights=own\.safetensors"):
         files_of_weights(folder)
