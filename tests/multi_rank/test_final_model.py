@@ -20,7 +20,7 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.ranks import on_ranks, run_script, train
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardtune.__main__ import run
@@ -259,6 +259,21 @@ def test_a_checkpoint_is_enough_by_itself(tmp_path, models):
 def run_script_with_small_files(arguments: list[str]) -> None:
     model_files._FILE_BYTES = 50_000
     run_script(arguments)
+
+
+@pytest.mark.parametrize("lora", [(), ("lora.rank=2",)])
+def test_a_value_that_the_exports_dtype_cannot_hold_is_refused_by_tensor(lora, tmp_path, models):
+    write_inputs(tmp_path, models["qwen3"])
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["model.norm.weight"][5] = 70144
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    given = [*SETTINGS, *CONSTANT, "train.max_steps=1", *lora]
+    done = train(1, *given, "export.dtype=float16", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "ERROR: model.norm.weight has a value of 70" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run/model").exists()
+    out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
+    assert load_file(out / "model.safetensors")["model.norm.weight"].isfinite().all()
 
 
 def test_a_large_model_is_in_several_files(tmp_path, models, monkeypatch):
