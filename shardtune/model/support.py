@@ -52,8 +52,8 @@ def router_remarks(model: PreTrainedModel) -> Iterator[str]:
     weight = getattr(config, "router_aux_loss_coef", None)
     if weight and getattr(config, "output_router_logits", False):
         yield (
-            f"Routers: config.json asks for a balancing loss (router_aux_loss_coef={weight}), which "
-            "training does not add: its loss is that of the tokens alone"
+            f"Routers: config.json asks for a balancing loss (router_aux_loss_coef={weight}), "
+            "which training does not add: its loss is that of the tokens alone"
         )
 
 
