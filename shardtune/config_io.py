@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -82,6 +83,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} - see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        names = [each.partition("=")[0] for each in (sys.argv[1:] if args is None else args)]
+        if names.count("--config") > 1:  # argparse would read the last one alone
+            raise UserError(
+                "--config is given more than once - name one file, and what differs from it as "
+                "section.key=value"
+            )
+        return super().parse_known_args(args, namespace)
 
 
 def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config:

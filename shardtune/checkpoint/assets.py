@@ -25,6 +25,8 @@ _ANNOUNCING = (
     "mtp_num_hidden_layers",
     "num_mtp_modules",
 )
+_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
+_WITH_TEMPLATE = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 _DTYPE = ("dtype", "torch_dtype")
 
 
@@ -93,6 +95,35 @@ def with_dtype(config_json: bytes, dtype: str) -> bytes:
     if not any(key in values for key in _DTYPE):
         values["dtype"] = dtype
     return _dump(_changed(values, lambda key, value: dtype if key in _DTYPE else value))
+
+
+def with_stops(assets: Mapping[str, bytes], stops: list[int]) -> dict[str, bytes]:
+    """Return the files with these in generation_config.json, if `generate` would not stop there."""
+    declared = _declared_stops(assets)
+    if {*stops} <= {*declared}:
+        return dict(assets)
+    values = json.loads(assets.get(_GENERATION, b"{}"))
+    stops = [*dict.fromkeys([*stops, *declared])]
+    return {**assets, _GENERATION: _dump(values | {"eos_token_id": stops})}
+
+
+def _declared_stops(assets: Mapping[str, bytes]) -> list[int]:
+    """Return the tokens at which transformers' `generate` stops."""
+    values = json.loads(assets.get(_GENERATION) or assets["config.json"])
+    text = values.get("text_config") or {}
+    declared = values.get("eos_token_id", text.get("eos_token_id"))
+    return declared if isinstance(declared, list) else [i for i in [declared] if i is not None]
+
+
+def with_template(assets: Mapping[str, bytes], template: str) -> dict[str, bytes]:
+    """Return the files with this chat template wherever they have one, or in a file of its own."""
+    changed = {}
+    for name, content in assets.items():
+        if name.startswith("chat_template") and name.endswith(".jinja"):
+            changed[name] = template.encode()
+        elif name.endswith(_WITH_TEMPLATE) and "chat_template" in (values := json.loads(content)):
+            changed[name] = _dump(values | {"chat_template": template})
+    return {**assets, **(changed or {_TEMPLATE: template.encode()})}
 
 
 def without_announcements(config_json: bytes) -> tuple[bytes, list[str]]:

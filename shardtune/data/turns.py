@@ -64,6 +64,8 @@ def read_turns(name: str, turns: Any, roles: Mapping[str, str]) -> tuple[list[Me
         if is_sharegpt:
             message = _from_sharegpt(where, message, roles)
         role = message["role"] = _role(f"{where}.role", message.get("role"), roles)
+        if role not in _KNOWN_ROLES:
+            notes.append((Outcome.OTHER_ROLE, role))
         if role in _CALLS:
             message |= {
                 "role": "assistant",

@@ -41,14 +41,20 @@ def unsupported(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
         )
 
 
-def router_noise(model: PreTrainedModel) -> str | None:
-    """Return a line on the noise with which a model's routers choose experts in training."""
-    if not any(getattr(module, name, None) for module in model.modules() for name in _JITTER):
-        return None
-    return (
-        f"Routers: {model.config.model_type} chooses experts with noise in training, another on "
-        "each rank, so losses depend on the number of ranks. Evaluation has none"
-    )
+def router_remarks(model: PreTrainedModel) -> Iterator[str]:
+    """Yield what a user may not expect of a model's routers in training."""
+    if any(getattr(module, name, None) for module in model.modules() for name in _JITTER):
+        yield (
+            f"Routers: {model.config.model_type} chooses experts with noise in training, another "
+            "on each rank, so losses depend on the number of ranks. Evaluation has none"
+        )
+    config = model.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if weight and getattr(config, "output_router_logits", False):
+        yield (
+            f"Routers: config.json asks for a balancing loss (router_aux_loss_coef={weight}), "
+            "which training does not add: its loss is that of the tokens alone"
+        )
 
 
 def _short_rope_length(config: PreTrainedConfig) -> int | None:

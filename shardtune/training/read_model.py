@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from shardtune.checkpoint import resume_rules
-from shardtune.checkpoint.assets import SOURCE, links_out_of, list_source, model_assets
+from shardtune.checkpoint.assets import (
+    SOURCE,
+    links_out_of,
+    list_source,
+    model_assets,
+    with_stops,
+    with_template,
+)
 from shardtune.checkpoint.export.model_files import require_exportable, require_index
 from shardtune.config import Config
 from shardtune.data import dataset
@@ -52,7 +60,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     world.require_same({what: revision}, "fetch one revision, or name a directory")
-    assets = world.run_on_all_ranks(lambda: _read_assets(config))
+    stops = world.on_rank0(lambda: _read_stops(config))
+    assets = world.run_on_all_ranks(lambda: _read_assets(config, stops))
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
@@ -71,11 +80,23 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     return model_config, assets
 
 
-def _read_assets(config: Config) -> dict[str, bytes]:
-    """Return the files beside the weights; `data.chat_template` in place of the model's."""
-    assets = model_assets(_folder_of(config.model.path))
+def _read_stops(config: Config) -> list[int]:
+    """Return the tokens with which training ends texts and turns."""
+    encoder = dataset.build_encoder(config.model.path, config.data, datetime.date.today())
+    return encoder.stop_token_ids
+
+
+def _read_assets(config: Config, stops: list[int]) -> dict[str, bytes]:
+    """Return the files beside the weights, with the chat template and the stops of training."""
+    source = model_assets(_folder_of(config.model.path))
+    assets = with_stops(source, stops)
+    if assets != source:
+        logger.info(
+            f"Stop tokens: generation_config.json of exported models names {stops}, with which "
+            "training ends texts; by that of the source generate() would go on behind some"
+        )
     if config.data.chat_template:
-        assets["chat_template.jinja"] = read_chat_template(config.data.chat_template).encode()
+        assets = with_template(assets, read_chat_template(config.data.chat_template))
     return assets
 
 

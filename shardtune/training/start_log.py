@@ -21,7 +21,7 @@ from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
 from shardtune.model.lora import describe_adapters
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.support import router_noise
+from shardtune.model.support import router_remarks
 from shardtune.training.data_and_schedule import describe_sources
 from shardtune.training.run import Run
 from shardtune.training.states.state_bytes import StateBytes
@@ -83,8 +83,8 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
     # All lines are of the whole model, since only rank 0 logs and it may have one of many stages.
     for line in describe_adapters(whole, config.lora) if world.layout.is_lora else ():
         logger.info(line)
-    if noise := router_noise(whole):
-        logger.info(noise)
+    for line in router_remarks(whole):
+        logger.info(line)
     total = sum(p.numel() for p in whole.parameters())
     states = [StateBytes(**each) for each in world.all_gather_json(asdict(state))]
     fullest = max(states, key=lambda each: each.total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -141,6 +142,16 @@ def test_steps_equal_a_plain_loop_around_peft(kind, ranks, more, sharp, expected
     assert re.search(rf"^LoRA: rank 3, alpha 12, {among} its modules: ", output, re.MULTILINE)
     assert_steps(run_dir, expected(kind))
     assert_exported(run_dir, sharp[kind], expected(kind))
+
+
+def run_as_accelerate_does(given: list[str]) -> None:
+    os.environ |= dict.fromkeys(["ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"], "true")
+    run_script(given)
+
+
+def test_every_rank_loads_its_weights_under_accelerates_variables(models, tmp_path):
+    given = arguments(models["llama"], tmp_path, 2, "train.max_steps=1", "export.final=false")
+    finish(on_ranks(2, run_as_accelerate_does, ["--config", "config.yaml", *given], cwd=tmp_path))
 
 
 @contextmanager

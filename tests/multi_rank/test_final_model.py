@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.ranks import on_ranks, run_script, train
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardtune.__main__ import run
@@ -121,6 +122,34 @@ def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(folder, 
     assert f"{source}/tokenizer_notes.txt leads out of its folder" in done.stdout + done.stderr
     assert (out / "vocab.txt").is_file() and not (out / "tokenizer_notes.txt").exists()
     assert not [*folder.glob("runs/**/tokenizer_notes.txt")]
+
+
+def test_an_export_stops_and_speaks_as_it_was_trained(folder, models):
+    """As others open it: transformers, and llama.cpp's converter."""
+    source = Path(shutil.copytree(models["llama"], folder / "source"))
+    old = {"chat_template": (source / "chat_template.jinja").read_text(encoding="utf-8")}
+    (source / "chat_template.jinja").unlink()
+    for name, values in (
+        ("tokenizer_config.json", old),
+        ("chat_template.json", old),
+        ("generation_config.json", {"eos_token_id": 0}),
+        ("config.json", {"eos_token_id": 0}),
+    ):
+        file = source / name
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps(before | values), encoding="utf-8")
+    own = old["chat_template"] + "{# our own #}"
+    (folder / "own.jinja").write_text(own, encoding="utf-8")
+    given = ["model.path=source", "export.final=true", "data.chat_template=own.jinja"]
+    said = finish(train(1, *STILL, *given, cwd=folder))
+    assert said.count("Stop tokens: generation_config.json of exported models names [1, 0]") == 1
+    out = folder / "runs/config/model"
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [1, 0]
+    vocabulary = gguf.SpecialVocab(out)
+    assert vocabulary.special_token_ids["eos"] == 1 and vocabulary.chat_template == own
+    assert AutoTokenizer.from_pretrained(out).chat_template == own
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        assert json.loads((out / name).read_text(encoding="utf-8"))["chat_template"] == own
 
 
 def test_a_model_without_a_generation_config_is_exported_without_one(folder, models):
@@ -230,6 +259,21 @@ def test_a_checkpoint_is_enough_by_itself(tmp_path, models):
 def run_script_with_small_files(arguments: list[str]) -> None:
     model_files._FILE_BYTES = 50_000
     run_script(arguments)
+
+
+@pytest.mark.parametrize("lora", [(), ("lora.rank=2",)])
+def test_a_value_that_the_exports_dtype_cannot_hold_is_refused_by_tensor(lora, tmp_path, models):
+    write_inputs(tmp_path, models["qwen3"])
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["model.norm.weight"][5] = 70144
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    given = [*SETTINGS, *CONSTANT, "train.max_steps=1", *lora]
+    done = train(1, *given, "export.dtype=float16", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "ERROR: model.norm.weight has a value of 70" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run/model").exists()
+    out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
+    assert load_file(out / "model.safetensors")["model.norm.weight"].isfinite().all()
 
 
 def test_a_large_model_is_in_several_files(tmp_path, models, monkeypatch):

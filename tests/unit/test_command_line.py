@@ -14,6 +14,8 @@ from shardtune import __main__ as command_line
 from shardtune.__main__ import run
 from shardtune.errors import Aborted, RunFailed, UserError
 
+WITH_CONFIG = ("train", "plan", "inspect-data")
+
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
@@ -22,6 +24,10 @@ from shardtune.errors import Aborted, RunFailed, UserError
         (["verify", "a", "--fast"], "unrecognized arguments: --fast - see shardtune verify --help"),
         (["exprot", "a"], "argument COMMAND: invalid choice: 'exprot'"),
         (["export", "a", "b", "--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
+        *(
+            ([name, "--config", "a", "--config=b"], "--config is given more")
+            for name in WITH_CONFIG
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments, line, capsys):

@@ -20,6 +20,7 @@ from shardtune.config import ModelConfig
 from shardtune.data import hub
 from shardtune.errors import UserError
 from shardtune.model.source import files
+from shardtune.model.source.weight_files import files_of_weights
 
 
 @pytest.fixture
@@ -94,6 +95,12 @@ def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, mon
         "README.md",
         *shards.values(),
     }
+    shutil.copy(models["llama"] / "model.safetensors", hub)
+    here.joinpath("model.safetensors.index.json").unlink()
+    assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
+    assert files_of_weights(here) == ["model.safetensors"], "it goes before an index"
+    for folder in (hub, here):
+        (folder / "model.safetensors").unlink()
     (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="not a readable index of weights"):
         files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None)

@@ -30,7 +30,7 @@ from shardtune.model.lora import (
     draw_factors,
 )
 from shardtune.model.source.weight_files import list_tensors
-from shardtune.model.support import router_noise
+from shardtune.model.support import router_remarks
 
 ALL_FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in FAMILIES},
@@ -255,7 +255,14 @@ def test_routers_that_choose_with_noise_in_training_are_named(family, settings, 
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for _ in range(2)]
     assert torch.equal(*logits) is not has_noise
-    assert router_noise(moe_families.build("phimoe", num_local_experts=4))
-    said = router_noise(model)
-    assert said is None or said.startswith(f"Routers: {family} chooses experts with noise")
-    assert bool(said) is has_noise
+    assert [*router_remarks(moe_families.build("phimoe", num_local_experts=4))]
+    said = [*router_remarks(model)]
+    expected = f"Routers: {family} chooses experts with noise"
+    assert [line.startswith(expected) for line in said] == [True] * has_noise
+
+
+def test_a_balancing_loss_that_is_asked_for_and_not_added_is_named():
+    for asks, lines in ((True, 1), (False, 0)):
+        given = {"output_router_logits": asks, "router_aux_loss_coef": 0.5}
+        said = [*router_remarks(moe_families.build("qwen3_moe", **given))]
+        assert len(said) == lines and all("router_aux_loss_coef=0.5" in line for line in said)

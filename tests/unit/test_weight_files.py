@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from helpers.tiny_models import cut_into_files
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from shardtune.errors import UserError
 from shardtune.model.source import load_weights
+from shardtune.model.source.weight_files import files_of_weights, list_tensors, weight_problems
 
 
 def edges(size: int) -> list[slice]:
@@ -96,3 +100,31 @@ def test_stored_experts_are_stacked_where_they_fill_the_stack(gate, up):
     else:
         with pytest.raises(UserError, match="do not fill a stack of"):
             converter._stack(torch.Size([3, 4, 4]))
+
+
+@pytest.mark.parametrize("index_is_stale", [False, True])
+def test_the_files_of_a_model_are_those_that_transformers_reads(index_is_stale, models, tmp_path):
+    """An older export may have left an index."""
+    folder = cut_into_files(models["qwen3"], tmp_path / "model")
+    if index_is_stale:
+        weights = load_file(models["qwen3"] / "model.safetensors")
+        newer = {name: tensor + 1 for name, tensor in weights.items()}
+        save_file(newer, folder / "model.safetensors", {"format": "pt"})
+    read = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    listed = list_tensors(folder)
+    assert listed.keys() == read.keys() and not weight_problems(folder)
+    for name, (_, _, file) in listed.items():
+        assert torch.equal(load_file(folder / file)[name], read[name]), name
+
+
+def test_files_that_transformers_would_read_otherwise_are_refused_by_name(models, tmp_path):
+    folder = cut_into_files(models["qwen3"], tmp_path / "model")
+    first = folder / files_of_weights(folder)[0]
+    first.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (folder / "adapter_config.json").write_text("{}")
+    adapter, pointer = weight_problems(folder)
+    assert adapter.startswith(f"{folder}/adapter_config.json: ")
+    assert pointer.startswith(f"{first}: a pointer of Git LFS")
+    (folder / "config.json").write_text(json.dumps({"transformers_weights": "own.safetensors"}))
+    with pytest.raises(UserError, match=r"transformers_weights=own\.safetensors"):
+        files_of_weights(folder)

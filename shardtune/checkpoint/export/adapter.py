@@ -23,6 +23,7 @@ from shardtune.checkpoint.export.model_files import (
     Unit,
     WholeModel,
     files_with,
+    in_dtype,
     on_meta,
 )
 from shardtune.checkpoint.train_state import MODEL, model_kinds
@@ -156,7 +157,7 @@ class MergedModel(WholeModel):
             weight = self._read_source(name)[name]
             if added:
                 weight = weight.float() + added.pop(unit.converted[name])
-            yield weight.to(dtype)
+            yield in_dtype(name, weight, dtype)
 
     def _delta(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return what a merge adds to a weight: the product of its factors."""

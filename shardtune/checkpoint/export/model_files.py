@@ -37,7 +37,7 @@ from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.source.load_weights import open_tensors
 from shardtune.model.source.quantised import Sliceable, quantisation_in
 from shardtune.model.source.text_model import build_with_towers, drop_towers
-from shardtune.model.source.weight_files import INDEX, list_tensors
+from shardtune.model.source.weight_files import index_of_weights, list_tensors
 
 _FILE_BYTES = 5_000_000_000
 _COMPARED_ROWS = 4096
@@ -199,12 +199,13 @@ class WholeModel(Export):
         dtypes = [dtype for dtype, _ in unit.exported.values()]
         if unit.stored:
             widest = functools.reduce(torch.promote_types, dtypes)
-            stored = {name.removeprefix("model."): read(name).to(widest) for name in unit.stored}
+            tensors = {name.removeprefix("model."): read(name) for name in unit.stored}
+            stored = {name: in_dtype(name, tensor, widest) for name, tensor in tensors.items()}
             converted = revert_weight_conversion(self._model, stored)
         else:
             converted = self._read_source(next(iter(unit.exported)))
         for name, dtype in zip(unit.exported, dtypes, strict=True):
-            yield converted[unit.converted[name]].to(dtype)
+            yield in_dtype(name, converted[unit.converted[name]], dtype)
 
     def copies(self) -> Iterator[tuple[str, str]]:
         """Yield the names of each two exported tensors that are the same trained one."""
@@ -281,6 +282,22 @@ def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str,
     return {name: found[name][2:] for name in alike} if len(alike) == len(kinds) else {}
 
 
+def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the dtype of an export.
+
+    Raises:
+        RunFailed: it has finite values beyond the dtype's, which would become infinite.
+    """
+    exported = tensor.to(dtype)
+    if dtype == torch.float16 and (beyond := exported.isinf() & tensor.isfinite()).any():
+        largest = tensor[beyond].abs().max().item()
+        raise RunFailed(
+            f"{name} has a value of {largest:g}, and float16 holds 65504 at most - export from the "
+            "checkpoint with shardtune export --dtype bfloat16, or set export.dtype=bfloat16"
+        )
+    return exported
+
+
 def require_exportable(assets: Mapping[str, bytes], folder: Path) -> None:
     """Refuse a source whose tensors an export could not have.
 
@@ -319,8 +336,8 @@ def require_index(folder: Path, path: str) -> None:
     Raises:
         UserError: the index lacks tensors of the model `path`.
     """
-    index, config = folder / INDEX, model_assets(folder)["config.json"]
-    if not index.is_file() or quantisation_in(folder):
+    index, config = index_of_weights(folder), model_assets(folder)["config.json"]
+    if index is None or quantisation_in(folder):
         return
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     source = {"path": path, "tensors": {name: [None, None] for name in names}}

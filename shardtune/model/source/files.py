@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub import constants, snapshot_download
-from safetensors import safe_open
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -23,7 +22,15 @@ from shardtune.errors import UserError
 from shardtune.model.source.config_json import MODELOPT, beyond_positions, not_trained
 from shardtune.model.source.quantised import quantised_problems, take_quantization
 from shardtune.model.source.text_model import build_text_model, require_text
-from shardtune.model.source.weight_files import INDEX, describe, files_of_weights, weight_problems
+from shardtune.model.source.weight_files import (
+    ADAPTER_CONFIG,
+    INDEX,
+    SINGLE,
+    describe,
+    files_of_weights,
+    list_stored,
+    weight_problems,
+)
 from shardtune.model.traits import number
 
 # Configuration, generation settings, tokenizer, and processors of images and sound.
@@ -115,10 +122,11 @@ def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]
         "connect to the hub, or copy them into this node's cache",
     ):
         commit = Path(str(cached_file(path, "config.json"))).parent.name
-        small = [*FILES_BESIDE_WEIGHTS, INDEX, "README.md", "LICENSE*"]
+        small = [*FILES_BESIDE_WEIGHTS, ADAPTER_CONFIG, INDEX, "README.md", "LICENSE*"]
         folder = Path(snapshot_download(path, revision=commit, allow_patterns=small))
         if model.init == "random":
             return commit
+        snapshot_download(path, revision=commit, allow_patterns=[SINGLE])  # before an index
         require_index(folder, path)
         snapshot_download(path, revision=commit, allow_patterns=files_of_weights(folder))
     if problems := _problems_of_weights(folder):
@@ -162,8 +170,6 @@ def refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype of a directory's first tensor by name, for a config.json without one."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in sorted(opened.keys()):
-                return DTYPES_IN_SAFETENSORS.get(opened.get_slice(name).get_dtype())
+    for dtype, *_ in list_stored(folder).values() if folder.is_dir() else ():
+        return DTYPES_IN_SAFETENSORS.get(dtype)
     return None

@@ -242,6 +242,8 @@ def load_sharded(
     shard: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
     """Load the weights into a model like the skeleton, which is sharded before they are read."""
+    # With it, `accelerate launch` lets ranks but the first leave weights on meta, for FSDP1.
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     # transformers builds on meta, calls `maybe_distribute_model`, and then reads only this rank's
     # slices of all parameters that are DTensors. Its own version of that method unties tied
     # embeddings and supports neither a world of one nor our dtypes: so a subclass replaces it.

@@ -6,6 +6,7 @@ launch can compare their nodes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -26,18 +27,35 @@ _BLOCK_BYTES = 1 << 15
 _PIECE_BYTES = 8 << 20  # read at a time
 _READERS = 8  # threads
 _HEADER_BYTES = 100_000_000  # at most, as safetensors has it
-INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_POINTER = b"version https://git-lfs"
 # Endings of the names under which files hold the values and the scales of a quantised tensor.
 _QUANTISED = (("", "_scale_inv"), ("weight", "weight_scale"), ("_blocks", "_scales"))
 # Engines need these, which also quantise activations, or keys and values.
 _OTHER_SCALES = ("activation_scale", "input_scale", "k_proj.k_scale", "v_proj.v_scale")
 
 
+def index_of_weights(folder: Path) -> Path | None:
+    """Return the index of a model's files; None: the single file, which goes before an index.
+
+    It is transformers' order. Raises UserError.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if own := values.get("transformers_weights"):
+            raise UserError(
+                f"{folder}/config.json: transformers_weights={own} names other files than "
+                f"{SINGLE} and {INDEX} - rename them in a copy, and delete that key"
+            )
+    has_index = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()
+    return folder / INDEX if has_index else None
+
+
 def files_of_weights(folder: Path) -> list[str]:
     """Return the names of a model's files of weights. Raises UserError."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [_SINGLE]
+    if (index := index_of_weights(folder)) is None:
+        return [SINGLE]
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -49,6 +67,11 @@ def files_of_weights(folder: Path) -> list[str]:
 def weight_problems(folder: Path) -> list[str]:
     """Return which of a model's files of weights are missing or damaged. Raises UserError."""
     problems = []
+    if (folder / ADAPTER_CONFIG).is_file():
+        problems.append(
+            f"{folder / ADAPTER_CONFIG}: an adapter lies beside the weights, which transformers "
+            "would change by it - merge it first, or move it elsewhere"
+        )
     for file in (folder / name for name in files_of_weights(folder)):
         try:
             with safe_open(file, framework="np"):  # compares the file's size with its header
@@ -59,10 +82,17 @@ def weight_problems(folder: Path) -> list[str]:
                 "safetensors, or start from model.init=random"
             )
         except (OSError, SafetensorError) as error:
-            problems.append(
-                f"{file}: truncated or damaged ({describe(error)}) - fetch the model again"
-            )
+            what = f"truncated or damaged ({describe(error)}) - fetch the model again"
+            if _is_pointer(file):
+                what = "a pointer of Git LFS, not the weights - run git lfs pull there"
+            problems.append(f"{file}: {what}")
     return problems
+
+
+def _is_pointer(file: Path) -> bool:
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
+    return False
 
 
 def list_tensors(folder: Path) -> dict[str, list[Any]]:
