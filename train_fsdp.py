@@ -254,7 +254,7 @@ def save(context: TrainContext, step: Step) -> None:
 def preempted(context: TrainContext, step: int, stop: StopRequest) -> Preempted:
     """Name the signal that stopped the run: that of the first rank that received one."""
     cause = next(filter(None, context.run.world.all_gather_json(stop.received)))
-    auto = "" if context.run.config.run.resume == "auto" else " with run.resume=auto"
+    auto = " with run.resume=auto" if context.run.config.run.resume == "never" else ""
     return Preempted(
         f"stopped by {cause} after saving step {step} - run the same command again{auto} to resume"
     )

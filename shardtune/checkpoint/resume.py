@@ -39,7 +39,8 @@ def agree_on_checkpoint(
     """Choose the checkpoint to resume from. Collective.
 
     `resume` is `auto` for the newest one in run.dir whose bytes all match their digests, `never`
-    for none, or a checkpoint's directory. `require_settings` refuses a checkpoint before its bytes
+    for none, or a checkpoint's directory, in which a run begins: where run.dir holds a run that has
+    begun there, it goes on as with `auto`. `require_settings` refuses a checkpoint before its bytes
     are read. Each file is read by one of the ranks that see it. The reasons against newer
     checkpoints are logged. One that is prepared on all disks but not committed is committed now.
 
@@ -48,9 +49,15 @@ def agree_on_checkpoint(
     """
     if resume == "never":
         return None
+    own = _committed_and_prepared(run_dir.checkpoints)
+    candidates, rejected = _candidates(own, False, run_dir, world)
+    begun = _open(candidates[0], run_dir, world) if candidates and resume != "auto" else None
     is_named = resume != "auto"  # by the user
-    paths = [Path(resume)] if is_named else _committed_and_prepared(run_dir.checkpoints)
-    candidates, rejected = _candidates(paths, is_named, run_dir, world)
+    if begun and begun.state["config"]["run"].get("resume") == resume:
+        is_named = False
+        logger.info(f"run.resume={resume}: the run that began there goes on")
+    if is_named:
+        candidates, rejected = _candidates([Path(resume)], is_named, run_dir, world)
     is_loss = is_named or bool(rejected)  # a save that never ended loses nothing
     chosen = None
     for path_of in candidates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -22,8 +23,11 @@ from shardtune.config import Config
 from shardtune.config_io import changed_keys, shared_settings, to_dict
 from shardtune.data.dataset import PreparedData
 from shardtune.distributed.world import World
+from shardtune.log import logger
 from shardtune.run_files import METRICS
 from shardtune.training.states.reshard import ReshardPolicy
+
+_RESTARTERS = {"KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,26 @@ def open_run(config: Config, world: World) -> Run:
     world.require_same(shared_settings(config), "start every node with the same configuration")
     directory = open_run_dir(Path(config.run.dir), world)
     require_settings = partial(resume_rules.require_allowed_settings, config=config)
-    resumed = agree_on_checkpoint(directory, config.run.resume, world, require_settings)
+    resumed = agree_on_checkpoint(directory, _where_to_begin(config), world, require_settings)
     if resumed:
         resume_rules.log_changes(resumed, config, world)
     today = datetime.date.today().isoformat()
     date = world.on_rank0(lambda: resumed.state["date"] if resumed else today)
     return Run(config, world, directory, resumed, datetime.date.fromisoformat(date))
+
+
+def _where_to_begin(config: Config) -> str:
+    """Return `run.resume`; `never` is for starts by a person."""
+    if config.run.resume == "never":
+        if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+            logger.info("run.resume=never: Slurm has requeued the job, so the run goes on")
+            return "auto"
+        for variable in _RESTARTERS & os.environ.keys():
+            logger.warning(
+                f"run.resume=never: {variable} is set, and each restart by what sets it begins "
+                "anew - leave run.resume out, and the run goes on"
+            )
+    return config.run.resume
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:

@@ -260,6 +260,23 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again):
     ]
 
 
+def run_with(environ: dict[str, str], arguments: list[str]) -> None:
+    os.environ |= environ
+    run_script(arguments)
+
+
+@pytest.mark.usefixtures("run_again")
+def test_what_restarts_by_itself_goes_on_or_says_that_it_begins_anew(tmp_path):
+    given = ["--config", "config.yaml", *settings("run.resume=never", "train.max_steps=4")]
+    requeued = {"SLURM_RESTART_COUNT": "1"}
+    said = finish(on_ranks(1, run_with, requeued, given, cwd=tmp_path))
+    assert "Resumed from checkpoint_0000003\n" in said and "Moved aside" not in said
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "SLURM_RESTART_COUNT": "0"}
+    said = finish(on_ranks(1, run_with, pod, given, cwd=tmp_path))
+    assert "WARNING: run.resume=never: KUBERNETES_SERVICE_HOST is set" in said
+    assert "Resumed" not in said
+
+
 def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(tmp_path, run_again):
     run_dir = tmp_path / "run"
     undisturbed = steps_of(run_dir)
@@ -280,8 +297,11 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path, run_again):
     undisturbed = steps_of(tmp_path / "run")
     before = digests(tmp_path / "run")
     assert run_again("run.dir=other", "run.seed=7").returncode == 0
-    said = finish(run_again("run.dir=other", "run.resume=run/checkpoints/checkpoint_0000001"))
+    from_it = ("run.dir=other", "run.resume=run/checkpoints/checkpoint_0000001")
+    said = finish(run_again(*from_it, "train.max_steps=2", "export.final=false"))
     assert 'Changed since checkpoint_0000001: run.dir was "run", is "other"\n' in said
+    said = finish(run_again(*from_it))  # as what restarts does it
+    assert "Resumed from checkpoint_0000002\n" in said and "Moved aside" not in said
     assert steps_of(tmp_path / "other") == undisturbed[1:]
     assert digests(tmp_path / "run") == before
     assert names(tmp_path / "other") == [
