@@ -61,9 +61,10 @@ class RunConfig(Section):
     dir: PathText = _changeable("runs/<config name>")
     """Directory of everything that the run writes."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
-    """Seed of the data order, of dropout (seed + data-parallel rank) and of random weights."""
+    """Seed of the data order, of dropout (seed + rank) and of random weights."""
     resume: PathText = _changeable("auto")
-    """`auto`: newest checkpoint that every rank accepts; `never`; or a checkpoint's directory."""
+    """`auto`: newest checkpoint that every rank accepts; `never`: anew where a person starts it, a
+    requeue goes on; or the directory of a checkpoint in which a run begins."""
     ignore_plan: bool = _changeable(False)
     """Start although the plan says that the run does not fit."""
 
