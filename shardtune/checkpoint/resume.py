@@ -18,15 +18,15 @@ from shardtune.checkpoint.manifest import (
     open_checkpoint,
     step_of,
 )
-from shardtune.checkpoint.run_dir import ADAPTER, BEST, RunDir
+from shardtune.checkpoint.run_dir import BEST, LEFT_BY_A_RUN, MODELS, RunDir
 from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_few
 from shardtune.log import logger, node_logger
-from shardtune.run_files import METRICS
 from shardtune.units import rounded_gb
 
 _STAGING = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # see SaveAttempt
+_STEP_MODEL = re.compile(r"\.?(step_\d{7,})(\.writing|\.old)?$")
 _FROM_COPY = "restore it from a copy"
 
 
@@ -162,8 +162,14 @@ def _recover(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
 def leftovers(run_dir: RunDir, resumed: Checkpoint | None) -> list[Path]:
     """Return what `clear_leftovers` will delete on this rank's disk."""
     entries = [path for path in _entries(run_dir.checkpoints) if _is_unfinished(path, resumed)]
-    best = durable_fs.unfinished(run_dir.path / BEST)
-    return entries + [best] * best.exists()
+    models = [run_dir.path / BEST, *_step_models(run_dir)]
+    return entries + [path for path in map(durable_fs.unfinished, models) if path.exists()]
+
+
+def _step_models(run_dir: RunDir) -> set[Path]:
+    """Return the folders of steps' models, also those of which a kill has left a part alone."""
+    entries = _entries(run_dir.path / MODELS)
+    return {path.with_name(found[1]) for path in entries if (found := _STEP_MODEL.match(path.name))}
 
 
 def _is_unfinished(path: Path, resumed: Checkpoint | None) -> bool:
@@ -193,7 +199,8 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
             names = first_few([path.name for path in unfinished], 4)
             size = rounded_gb(sum(map(durable_fs.size, unfinished)))
             node_logger.info(f"Deleted, left by saves that did not finish: {names} ({size})")
-        durable_fs.recover_replaced(run_dir.path / BEST)
+        for model in (run_dir.path / BEST, *_step_models(run_dir)):
+            durable_fs.recover_replaced(model)
         for entry in entries:
             if _is_unfinished(entry, resumed):
                 durable_fs.delete(entry)
@@ -205,7 +212,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
             yield from (durable_fs.move_aside(path) for path in newer if not is_part(path))
             return
         earlier = [run_dir.checkpoints] if checkpoints else []
-        earlier += [run_dir.path / name for name in (METRICS, "model", ADAPTER, BEST)]
+        earlier += [run_dir.path / name for name in LEFT_BY_A_RUN]
         yield from (durable_fs.move_aside(path) for path in earlier if path.exists())
 
     for path in _on_disk_leaders(lambda: list(map(str, clear())), run_dir, world):

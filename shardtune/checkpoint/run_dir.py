@@ -11,9 +11,12 @@ from typing import IO
 
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.run_files import LOCK
+from shardtune.run_files import LOCK, METRICS
 
 ADAPTER, BEST = "adapter", "best"  # exported models beside `model`
+MODELS, COMMANDS = "models", "commands"  # of steps, and the output of commands that score them
+# What a run leaves beside checkpoints; a run that is not its continuation moves it aside.
+LEFT_BY_A_RUN = (METRICS, "model", ADAPTER, BEST, MODELS, COMMANDS)
 _LOCK_WAIT_S = 10  # the processes of a run that was just killed may take this long to end
 
 

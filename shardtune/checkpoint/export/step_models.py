@@ -10,7 +10,7 @@ from pathlib import Path
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.listing import read_listing
 from shardtune.checkpoint.export.live import LiveModel
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_dir import MODELS, RunDir
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
@@ -34,7 +34,7 @@ class StepModels:
         in_use: Callable[[], Iterable[Path]],
         world: World,
     ) -> None:
-        self._folder, self._live, self._keep = run_dir.path / "models", live, keep
+        self._folder, self._live, self._keep = run_dir.path / MODELS, live, keep
         self._in_use, self._world = in_use, world
 
     def write(self, step: int) -> Path | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shardtune.checkpoint.run_dir import COMMANDS
 from shardtune.log import logger, quoted
 from shardtune.metrics_schema import ScoreEntry
 from shardtune.training.observers.metrics import Metrics
@@ -127,7 +128,7 @@ class ExportCommand:
 
     def _launch(self, model: Path, step: int) -> None:
         assert self._command
-        output = self._run_dir / "commands" / f"{model.name}.log"
+        output = self._run_dir / COMMANDS / f"{model.name}.log"
         environment = {
             name: value
             for name, value in os.environ.items()
