@@ -160,7 +160,7 @@ class ChatEncoder:
         self._added_ids = set(tokenizer.get_added_vocab().values())
         self._largest_id = max(tokenizer.get_vocab().values())
         plain, full = self._tokenize("a")[0], tokenizer("a")["input_ids"]
-        self._bos_ids: list[int] = next(
+        self.bos_ids: list[int] = next(
             (full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), []
         )
 
@@ -367,7 +367,7 @@ class ChatEncoder:
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Prepend the tokenizer's BOS, unless `ids` begins with it, as a rendered text may."""
-        return ids if ids[: len(self._bos_ids)] == self._bos_ids else self._bos_ids + ids
+        return ids if ids[: len(self.bos_ids)] == self.bos_ids else self.bos_ids + ids
 
     def _with_stop(
         self, ids: list[int], trained: list[bool], begin: int | None = None

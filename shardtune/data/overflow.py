@@ -76,9 +76,11 @@ def leading_turns(
 
 
 def cut_to_rows(
-    encoded: EncodedRecord, data: DataConfig, outcomes: OutcomeCounts
+    encoded: EncodedRecord, data: DataConfig, outcomes: OutcomeCounts, bos_ids: list[int]
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
     """Return the token ids and trained flags of each row of a record; count it if it is too long.
+
+    A piece of a sequence begins with the `bos_ids` of the tokenizer, untrained, as the sequence.
 
     Raises:
         RecordError: it is too long and `data.overflow` is `error`.
@@ -88,8 +90,12 @@ def cut_to_rows(
     for sequence in encoded.sequences:
         tokens = np.asarray(sequence.input_ids, np.uint32)
         kept = np.zeros(len(tokens), np.bool_)
-        for piece, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
-            rows.append((tokens[piece], trained))
+        lead = lead_of(sequence.input_ids, bos_ids, data.max_length)
+        pieces = fit_to_length(sequence.trained, data.max_length, data.overflow, len(lead))
+        for piece, trained in pieces:
+            begin = np.asarray(lead if piece.start else [], np.uint32)
+            flags = np.concatenate([np.zeros(len(begin), np.bool_), trained])
+            rows.append((np.concatenate([begin, tokens[piece]]), flags))
             n_trained += int(trained.sum())
             n_repeated += int(kept[piece].sum())
             kept[piece] = True
@@ -113,15 +119,21 @@ def cut_to_rows(
     return rows
 
 
+def lead_of(ids: list[int], bos_ids: list[int], max_length: int) -> list[int]:
+    """Return what each further piece of a sequence begins with: the BOS with which that begins."""
+    is_led = ids[: len(bos_ids)] == bos_ids and len(bos_ids) < max_length - 1
+    return bos_ids if is_led else []
+
+
 def fit_to_length(
-    trained: npt.ArrayLike, max_length: int, overflow: str
+    trained: npt.ArrayLike, max_length: int, overflow: str, n_lead: int = 0
 ) -> list[tuple[slice, npt.NDArray[np.bool_]]]:
     """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
 
-    Returns the slice of each piece and its trained flags. The first token of a piece has no
-    predecessor and is not trained. Pieces of `split` and `turns` overlap by one token, which is
-    only context in the later piece, so each trained token is in exactly one. Pieces that train
-    nothing are left out.
+    Returns the slice of each piece and its trained flags; the pieces behind the first leave room
+    for `n_lead` tokens. The first token of a piece has no predecessor and is not trained. Pieces of
+    `split` and `turns` overlap by one token, which is only context in the later piece, so each
+    trained token is in exactly one. Pieces that train nothing are left out.
 
     Raises:
         RecordError: the sequence is too long and `overflow` is `error`.
@@ -135,11 +147,12 @@ def fit_to_length(
                 f"has {n_tokens} tokens, more than data.max_length={max_length} - shorten it, "
                 "raise data.max_length, or choose data.overflow=turns, truncate, split or drop"
             )
-        splits = list(range(0, n_tokens - 1, max_length - 1))
+        splits = [0, *range(max_length - 1, n_tokens - 1, max_length - 1 - n_lead)]
         starts = {"truncate": [0], "drop": [], "split": splits, "turns": splits}[overflow]
     pieces = []
     for start in starts:
-        piece = slice(start, min(start + max_length, n_tokens))
+        room = max_length - (n_lead if start else 0)
+        piece = slice(start, min(start + room, n_tokens))
         piece_trained = flags[piece].copy()
         piece_trained[:1] = False
         if piece_trained.any():

@@ -49,7 +49,9 @@ class SetChunk:
     first_records: dict[tuple[Outcome, str, str], int] = field(default_factory=dict)
     hashes: list[RecordHash] = field(default_factory=list)
 
-    def add(self, record: int, encoded: EncodedRecord, data: DataConfig) -> None:
+    def add(
+        self, record: int, encoded: EncodedRecord, data: DataConfig, bos_ids: list[int]
+    ) -> None:
         """Add the sequences of the record with index `record`, cut to `data.max_length`."""
         self.n_records += 1
         for note in encoded.notes:
@@ -60,7 +62,7 @@ class SetChunk:
         self.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
         if encoded.apart:
             self.outcomes.add(encoded.apart, tokens_added=encoded.added_tokens)
-        rows = cut_to_rows(encoded, data, self.outcomes)
+        rows = cut_to_rows(encoded, data, self.outcomes, bos_ids)
         self.sequences += [(tokens, trained, record) for tokens, trained in rows]
         if rows:
             self.hashes.append(hash_of(record, rows))
@@ -118,7 +120,7 @@ class ChunkTokenizer:
                     sequences.outcomes.add(Outcome.MEDIA_TAG, tag)
                 for note in encoder.template.rendered_already(record):
                     sequences.outcomes.add(*note)
-                sequences.add(chunk.first_record + i, encoded, self.data)
+                sequences.add(chunk.first_record + i, encoded, self.data, encoder.bos_ids)
                 for option in encoder.template.unread_of(record.get("chat_template_kwargs", {})):
                     sequences.outcomes.add(Outcome.UNREAD_OPTION, option)
                 for name in (*unread_names, *encoder.template.unread_fields(record)):

@@ -32,7 +32,7 @@ from shardtune.data.dataset import (
 from shardtune.data.inspect_data import log_to_stderr
 from shardtune.data.messages import train_flag
 from shardtune.data.outcomes import TOO_LONG
-from shardtune.data.overflow import encode_to_fit, fit_to_length
+from shardtune.data.overflow import encode_to_fit, fit_to_length, lead_of
 from shardtune.data.packing import best_fit
 from shardtune.data.record_error import RecordError
 from shardtune.data.record_files import RecordChunk
@@ -213,9 +213,9 @@ def _conversation(
     encoder = tokenizer.encoder_of(chunk, record)
     encoded = encode_to_fit(encoder, record, data)
     counted = SetChunk()
-    counted.add(index, encoded, data)
+    counted.add(index, encoded, data, encoder.bos_ids)
     notes, title = [*counted.outcomes.lines().values()], _title(index, counted)
-    pieces = [] if is_held_out else list(_pieces(encoded, data))
+    pieces = [] if is_held_out else list(_pieces(encoded, data, encoder.bos_ids))
     if is_held_out:
         title = f"Record {index}: {_HELD_OUT}"
     elif not pieces:
@@ -244,11 +244,13 @@ def _title(index: int, counted: SetChunk) -> str:
 
 
 def _pieces(
-    encoded: EncodedRecord, data: DataConfig
+    encoded: EncodedRecord, data: DataConfig, bos_ids: list[int]
 ) -> Iterator[tuple[EncodedSequence, list[int]]]:
     """Yield each kept part of a sequence with its turns, and the tokens cut off after it."""
     for sequence in encoded.sequences:
-        for part, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
+        n_lead = len(lead_of(sequence.input_ids, bos_ids, data.max_length))
+        parts = fit_to_length(sequence.trained, data.max_length, data.overflow, n_lead)
+        for part, trained in parts:
             turns = [
                 TrainedTurn(turn.message, turn.begin - part.start, turn.end - part.start)
                 for turn in sequence.turns

@@ -10,24 +10,30 @@ from helpers.chat_cases import TEMPLATES, answer, encoder, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.data.chat_encoder import EncodedSequence
-from shardtune.data.overflow import fit_to_length, leading_turns
+from shardtune.config import DataConfig
+from shardtune.data.chat_encoder import EncodedRecord, EncodedSequence
+from shardtune.data.outcomes import OutcomeCounts
+from shardtune.data.overflow import cut_to_rows, fit_to_length, leading_turns
 from shardtune.data.records import RecordError
 
 SEQUENCES = st.lists(st.booleans(), max_size=40).map(lambda flags: np.array([False, *flags]))
 
 
-@given(SEQUENCES, st.integers(2, 12), st.sampled_from(["truncate", "split", "drop", "error"]))
+OVERFLOWS = st.sampled_from(["truncate", "split", "drop", "error"])
+
+
+@given(SEQUENCES, st.integers(3, 12), OVERFLOWS, st.integers(0, 1))
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_pieces_fit_and_hold_each_trained_token_at_most_once(trained, max_length, overflow):
+def test_pieces_fit_and_hold_each_trained_token_at_most_once(trained, max_length, overflow, n_lead):
     is_long = len(trained) > max_length
     if overflow == "error" and is_long:
         with pytest.raises(RecordError, match=f"has {len(trained)} tokens, more than"):
             fit_to_length(trained, max_length, overflow)
         return
-    pieces = fit_to_length(trained, max_length, overflow)
+    pieces = fit_to_length(trained, max_length, overflow, n_lead)
     for piece, flags in pieces:
-        assert 2 <= piece.stop - piece.start == len(flags) <= max_length
+        room = max_length - n_lead * (piece.start > 0)
+        assert 2 <= piece.stop - piece.start == len(flags) <= room
         assert flags.any() and not flags[0]
     positions = [piece.start + int(t) for piece, flags in pieces for t in np.flatnonzero(flags)]
     kept = len(trained)
@@ -36,6 +42,22 @@ def test_pieces_fit_and_hold_each_trained_token_at_most_once(trained, max_length
     assert positions == np.flatnonzero(trained[:kept]).tolist()
     if overflow != "split" or not is_long:
         assert [piece for piece, _ in pieces] == [slice(0, kept)] * int(trained[:kept].any())
+
+
+@pytest.mark.parametrize(
+    ("bos_ids", "pieces"),
+    [
+        ([7], [[7, 1, 2, 3], [7, 3, 4, 5], [7, 5, 6]]),
+        ([], [[7, 1, 2, 3], [3, 4, 5, 6]]),
+    ],
+)
+def test_a_piece_begins_as_texts_begin_with_a_token_that_is_not_trained(bos_ids, pieces):
+    whole = EncodedRecord([EncodedSequence([7, 1, 2, 3, 4, 5, 6], [False] + [True] * 6)])
+    data = DataConfig(train="unread", max_length=4, overflow="split")
+    rows = cut_to_rows(whole, data, OutcomeCounts(), bos_ids)
+    assert [tokens.tolist() for tokens, _ in rows] == pieces
+    trained = [tokens[flags].tolist() for tokens, flags in rows]
+    assert trained == ([[1, 2, 3], [4, 5], [6]] if bos_ids else [[1, 2, 3], [4, 5, 6]])
 
 
 WORDS = st.text("abc", min_size=1, max_size=9)
