@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("commits") % PARTS
     unrun = not_run([item.nodeid for item in items], with_run(part, []))
-    if hasattr(config, "workeroutput"):  # the process that reports collects nothing
+    if hasattr(config, "workeroutput"):  # a process that reports nothing
         config.workeroutput["unrun"] = unrun
     config.stash[_UNRUN].update(unrun)
     items[:] = [item for item in items if part_of(item.nodeid) == part]
@@ -84,6 +84,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # another process reports
+        return
     part = config.getoption("commits") % PARTS
     stats = terminalreporter.stats
     skipped = {each.nodeid: str(each.longrepr) for each in stats.get("skipped", [])}
