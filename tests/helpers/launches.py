@@ -18,7 +18,7 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, read_metrics
 from helpers.pinned import on_path
 
-GONE_WITHIN_S = 240
+GONE_WITHIN_S = 60
 ARGUMENTS = (
     "--config",
     "config.yaml",

@@ -222,7 +222,7 @@ def test_an_agent_that_is_stopped_is_out_of_reach(folder):
     with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
         nodes.wait_for_step(4)
         os.kill(nodes.scripts[0].pid, signal.SIGSTOP)
-        assert nodes.scripts[1].wait(240) == 1
+        assert nodes.scripts[1].wait(60) == 1
         last = nodes.texts()[1].splitlines()[-1]
         assert "is out of reach" in last and "no sign of life for 40 s" in last, last
         require_error_line(last)

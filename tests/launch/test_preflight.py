@@ -35,7 +35,7 @@ from shardtune.cluster.rendezvous import NotFound, say_hello
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
-ENDED_WITHIN_S = 240
+ENDED_WITHIN_S = 60
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path, model
         time.sleep(0.1)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=100) == 1
+    assert process.wait(timeout=25) == 1
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     assert last.startswith("ERROR: ended by SIGINT before the first step")
     require_error_line(last)
