@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import cast
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 
@@ -48,6 +48,10 @@ def run(main: Callable[[], None]) -> None:
         failure = Failure(ending.code, ending.problems, lost_connection, may_restart)
         # Before they have met, all ranks of this node have the same signal.
         is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        _leave(ended.code or 0)  # it leaves no outcome, so the agent names this rank
     except Exception as error:
         failure = Failure(1, [_describe(error)], _is_of_a_connection(error))
         if not failure.lost_connection:  # else another rank is the cause, and says so
@@ -62,10 +66,14 @@ def run(main: Callable[[], None]) -> None:
         time.sleep(_AGENT_ENDS_US_S)
     if dist.is_initialized() and failure.code == 0:
         dist.destroy_process_group()
+    _leave(failure.code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End without interpreter shutdown, which may wait for collectives or abort among threads."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
-    os._exit(failure.code)
+    os._exit(code)
 
 
 def _start_record() -> None:

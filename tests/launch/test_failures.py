@@ -39,6 +39,7 @@ from distTest.rehearse import namespaces
 HOST = socket.gethostname()
 FULL = pytest.mark.full
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+LATER = "time.sleep(3); "  # once somebody has looked at the processes
 LOADING = ("shardtune.model.build", "build_model")
 RANK = r"rank {rank} on {host}: "
 STEP = r"last seen in step \d+ \(.+\)"
@@ -99,7 +100,8 @@ def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder):
                 (1, 0, DATA, "os._exit(0)", ENDED.replace("CODE", "0")),
                 (1, 1, DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED),
                 (2, 3, DATA, KILL, KILLED),
-                (2, 3, FORWARD, "raise ValueError('no such token')", RAISED),
+                (2, 3, FORWARD, f"{LATER}raise ValueError('no such token')", RAISED),
+                (2, 3, FORWARD, f"{LATER}sys.exit(0)", ENDED.replace("CODE", "0")),
                 (2, 3, DATA, "os._exit(7)", ENDED.replace("CODE", "7")),
                 (2, 3, DATA, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED),
                 (2, 3, DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED),
@@ -115,8 +117,7 @@ def test_a_rank_that_ends_or_stops_is_named(ranks_per_node, rank, where, effect,
     fault = break_rank(folder, rank, where, effect) | {"JOIN_SECRET": "the secret word"}
     with two_nodes(folder, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
         nodes.wait_for_step(2)
-        if where == DATA:  # it fails three seconds later, and others before anybody has looked
-            assert nodes.ranks(0) and not nodes.processes_with("the secret word")
+        assert nodes.ranks(0) and not nodes.processes_with("the secret word")
         require_end(nodes, 1, line.format(rank=rank, host=HOST))
         if where == DATA:
             assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()
