@@ -57,7 +57,8 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
     mine = folder / "run/models/step_0000001"
     mine.mkdir(parents=True)
     (mine / "notes.txt").touch()
-    said = finish(train(2, *EVERY_STEP, *given, "train.max_steps=4", cwd=folder))
+    steps = (*EVERY_STEP, *given, "train.max_steps=4", "export.final=false")
+    said = finish(train(2, *steps, cwd=folder))
     assert names(folder / "run/models") == ["step_0000003", "step_0000004"]
     assert names(folder / "run/models.aside1/step_0000001") == ["notes.txt"]
     for step in (3, 4):
@@ -68,25 +69,26 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
         assert all(exported[name] == written[name] for name in exported if name != "export.json")
         assert run(["verify", str(model)]) == 0
     scores = {entry["model"]: entry for entry in read_metrics(folder / "run", "score")}
-    assert "model" in scores, "and of steps those whose command did not wait for long"
+    assert "models/step_0000004" in scores, "the newest of those that wait"
     for entry in scores.values():
         assert entry["scores"]["of_ranks"] == 0 and entry["scores"]["step"] == entry["step"]
         assert entry["scores"]["files"] > 3
     ran = (folder / "ran.txt").read_text(encoding="utf-8").split()
     assert sorted(ran) == sorted(Path(name).name for name in scores), "on one rank alone"
-    assert "Score of model, in " in said and "read model" in (
-        folder / "run/commands/model.log"
-    ).read_text(encoding="utf-8")
+    assert "Score of step_0000004, in " in said
 
     # Step 3 is taken again: its model is written anew, and that of step 4 counts no more.
     older = checkpoint(folder / "run", 2)
     given += [f"run.resume={older}", "train.max_steps=3"]
     (folder / "run/models/.step_0000009.writing").mkdir()  # a kill has left it
-    finish(train(1, *EVERY_STEP, *given, cwd=folder))
+    said = finish(train(1, *EVERY_STEP, *given, cwd=folder))
+    log = (folder / "run/commands/model.log").read_text(encoding="utf-8")
+    assert "Score of model, in " in said and "read model" in log
     assert names(folder / "run/models") == ["step_0000003"]
     listing = read_listing(folder / "run/models/step_0000003")
     assert listing and listing["step"] == 3
-    assert max(entry["step"] for entry in read_metrics(folder / "run", "score")) == 3
+    scores = {entry["model"]: entry["step"] for entry in read_metrics(folder / "run", "score")}
+    assert scores["model"] == 3 == max(scores.values())
     finish(train(1, *EVERY_STEP, "run.resume=never", "train.max_steps=1", cwd=folder))
     assert names(folder / "run/models.aside2") == ["step_0000003"]
     assert names(folder / "run/models") == ["step_0000001"]
