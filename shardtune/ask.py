@@ -196,7 +196,7 @@ def _find(path: str) -> tuple[str, dict[str, Any]]:
     models = [each for each in models if any((each / name).is_file() for name in names)]
     folder = max(models, key=_step_of, default=None)
     runs = [each for each in (given, *given.absolute().parents[:2]) if (each / METRICS).is_file()]
-    step_models = sorted(given.glob("models/step_*[0-9]"))[-1:]
+    step_models = sorted(given.glob("models/step_" + 7 * "[0-9]"))[-1:]  # none moved aside
     if folder and step_models and _step_of(step_models[0]) > _step_of(folder):
         print(f"WARNING: {step_models[0]} is newer than {folder}, which answers", file=sys.stderr)
     if folder is None:

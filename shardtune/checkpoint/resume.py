@@ -213,6 +213,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
             return
         earlier = [run_dir.checkpoints] if checkpoints else []
         earlier += [run_dir.path / name for name in LEFT_BY_A_RUN]
+        earlier += sorted(_step_models(run_dir))
         yield from (durable_fs.move_aside(path) for path in earlier if path.exists())
 
     for path in _on_disk_leaders(lambda: list(map(str, clear())), run_dir, world):

@@ -15,8 +15,9 @@ from shardtune.run_files import LOCK, METRICS
 
 ADAPTER, BEST = "adapter", "best"  # exported models beside `model`
 MODELS, COMMANDS = "models", "commands"  # of steps, and the output of commands that score them
-# What a run leaves beside checkpoints; a run that is not its continuation moves it aside.
-LEFT_BY_A_RUN = (METRICS, "model", ADAPTER, BEST, MODELS, COMMANDS)
+# What a run leaves beside checkpoints and MODELS, which may hold models of the user's too. A run
+# that is not its continuation moves it aside.
+LEFT_BY_A_RUN = (METRICS, "model", ADAPTER, BEST, COMMANDS)
 _LOCK_WAIT_S = 10  # the processes of a run that was just killed may take this long to end
 
 

@@ -57,10 +57,12 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
     mine = folder / "run/models/step_0000001"
     mine.mkdir(parents=True)
     (mine / "notes.txt").touch()
+    mine.with_name("mine").mkdir()  # as where run.dir is the folder with the source
     steps = (*EVERY_STEP, *given, "train.max_steps=4", "export.final=false")
     said = finish(train(2, *steps, cwd=folder))
-    assert names(folder / "run/models") == ["step_0000003", "step_0000004"]
-    assert names(folder / "run/models.aside1/step_0000001") == ["notes.txt"]
+    aside = mine.with_name("step_0000001.aside1")
+    assert names(folder / "run/models") == ["mine", aside.name, "step_0000003", "step_0000004"]
+    assert names(aside) == ["notes.txt"]
     for step in (3, 4):
         out, model = tmp_path / f"out{step}", folder / f"run/models/step_000000{step}"
         assert run(["export", str(checkpoint(folder / "run", step)), str(out)]) == 0
@@ -84,14 +86,14 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
     said = finish(train(1, *EVERY_STEP, *given, cwd=folder))
     log = (folder / "run/commands/model.log").read_text(encoding="utf-8")
     assert "Score of model, in " in said and "read model" in log
-    assert names(folder / "run/models") == ["step_0000003"]
+    assert names(folder / "run/models") == ["mine", aside.name, "step_0000003"]
     listing = read_listing(folder / "run/models/step_0000003")
     assert listing and listing["step"] == 3
     scores = {entry["model"]: entry["step"] for entry in read_metrics(folder / "run", "score")}
     assert scores["model"] == 3 == max(scores.values())
     finish(train(1, *EVERY_STEP, "run.resume=never", "train.max_steps=1", cwd=folder))
-    assert names(folder / "run/models.aside2") == ["step_0000003"]
-    assert names(folder / "run/models") == ["step_0000001"]
+    own = [aside.name, "step_0000001", "step_0000003.aside1"]
+    assert names(folder / "run/models") == sorted(["mine", *own])
     assert (folder / "run/commands.aside1/model.log").exists()
 
 

@@ -226,6 +226,7 @@ def test_the_newest_final_model_of_a_run_answers(folder, tmp_path, capsys):
     assert run(["ask", str(tmp_path), QUESTION]) == 0
     assert "is newer" not in capsys.readouterr().err
     write_step("models/step_0000050", 50)
+    write_step("models/step_0000099.aside1", 99)  # an earlier run's
     assert run(["ask", str(tmp_path), QUESTION]) == 0
     newer = f"WARNING: {tmp_path}/models/step_0000050 is newer than {folder}, which answers"
     assert newer in capsys.readouterr().err
