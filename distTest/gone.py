@@ -26,7 +26,7 @@ GONE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),
     },
     "gpu-check": {
-        "peers": "run make bench, which has TRL and HF Trainer on CPUs",
+        "peers": "run make bench: it compares with TRL and HF Trainer on CPUs",
         "--peers": "leave it out: no check runs TRL",
     },
 }

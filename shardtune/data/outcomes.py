@@ -49,7 +49,7 @@ class Outcome(Enum):
     MARKED = "answers that their mark {} leaves untrained"
     TRAINED_BY_MARK = "answers that their mark trains, whatever data.loss_on={} says"
     PADDING_CUT = "rows of tokens whose padding is cut off, where their attention_mask is 0"
-    OTHER_ROLE = "turns of the role {}, which are context: data.roles maps it if they are answers"
+    OTHER_ROLE = "turns of the role {}, taken as context: data.roles maps it if they are answers"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"
     LOST = "the chat template leaves out the whole text of {}", True

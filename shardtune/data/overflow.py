@@ -132,7 +132,7 @@ def fit_to_length(
 
     Returns the slice of each piece and its trained flags; the pieces behind the first leave room
     for `n_lead` tokens. The first token of a piece has no predecessor and is not trained. Pieces of
-    `split` and `turns` overlap by one token, which is only context in the later piece, so each
+    `split` and `turns` overlap by one token. The later piece takes it as context alone, so each
     trained token is in exactly one. Pieces that train nothing are left out.
 
     Raises:

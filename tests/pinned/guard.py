@@ -1,5 +1,5 @@
 """Note what tests may not touch: what commands leave in the checkout, and files that they write in
-it."""
+it. It runs in each process and at each open, so it imports no pathlib."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def pin() -> None:
     os.sched_getaffinity = lambda pid, /: set(sorted(allowed(pid))[:_CORES])
     for name in sys.modules.keys() & _PINS.keys():
         _PINS[name](sys.modules[name])
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder())
 
 
 def _bfloat16(cpu: Any) -> None:
@@ -57,7 +57,7 @@ class _Finder:
     def find_spec(self, name: str, *rest: Any) -> ModuleSpec | None:
         if name not in _PINS:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # type: ignore[arg-type]
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, *rest) for finder in behind)), None)
         if spec and spec.loader:
             load = spec.loader.exec_module
@@ -66,5 +66,5 @@ class _Finder:
                 load(module)
                 _PINS[name](module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec

@@ -310,7 +310,7 @@ def test_a_context_message_that_is_lost_is_a_warning(models, tmp_path):
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
     lost = "WARNING: the chat template leaves out the whole text of messages[0] (critic): 1"
     assert f"data.train: {lost}" in run.prepared.lines
-    other = "data.train: turns of the role critic, which are context: "
+    other = "data.train: turns of the role critic, taken as context: "
     assert any(line.startswith(other) for line in run.prepared.lines)
 
 
