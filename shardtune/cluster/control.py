@@ -171,7 +171,7 @@ class Control:
         self.clock_ahead_s = 0.0
         self._queue: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._dropped: set[tuple[str, str]] = set()
+        self.dropped: dict[tuple[str, str], Stranger] = {}
         self._round = 0
         self._spawn(self._beat())
 
@@ -239,8 +239,8 @@ class Control:
     def drop(self, peer: Peer, why: object) -> None:
         """Close a connection. If it was a stranger's, warn once for each address and cause."""
         peer.close()
-        if isinstance(why, Stranger) and (peer.address, str(why)) not in self._dropped:
-            self._dropped.add((peer.address, str(why)))
+        if isinstance(why, Stranger) and (peer.address, str(why)) not in self.dropped:
+            self.dropped[peer.address, str(why)] = why
             node = peer.hello.node if hasattr(peer, "hello") else None
             claim = "" if node is None else f", as node {node},"
             warn(f"the connection with {peer.address}{claim} is dropped: {why}")

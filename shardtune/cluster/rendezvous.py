@@ -122,10 +122,15 @@ class _Reception:
             where = f"MASTER_ADDR={master} MASTER_PORT={port} NNODES={self._me.nodes}"
             start = f"start it with `{where} NODE_RANK={missing[0]} ./launch_node1.sh`"
             if now >= started + patience_s:
+                remedy = (
+                    f"{start}; if it runs, its own log says what it sees, and `nc -vz {master} "
+                    f"{port}` there, while node 0 waits, whether a firewall is in the way"
+                )
+                for (address, why), error in self._control.dropped.items():
+                    if isinstance(error, OtherSecret):
+                        remedy = f"{address} came, and {why}: set one JOIN_SECRET on every node"
                 self._problems.append(
-                    f"{who} did not come to node 0 within {patience_s:.0f} s - {start}; if it "
-                    f"runs, its own log says what it sees, and `nc -vz {master} {port}` there, "
-                    "while node 0 waits, whether a firewall is in the way"
+                    f"{who} did not come to node 0 within {patience_s:.0f} s - {remedy}"
                 )
             elif now >= next_word:
                 next_word = now + SAY_EVERY_S

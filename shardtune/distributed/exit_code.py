@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, cast
 
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from shardtune.error_lines import print_errors
 from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line
 
 _AGENT_ENDS_US_S = 120.0
-_FIRST_RANK_SPEAKS_S = 1.0
 
 
 def run(main: Callable[[], None]) -> None:
@@ -87,11 +87,23 @@ def _start_record() -> None:
 
 
 def _print_lines(lines: list[str], is_shared: bool) -> None:
-    if is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
-        # The launcher ends the others when one has ended: let the first rank speak before.
-        time.sleep(_FIRST_RANK_SPEAKS_S)
-        return
-    print_errors(*lines)
+    if not (is_shared and _another_rank_has_spoken()):
+        print_errors(*lines)
+
+
+def _another_rank_has_spoken() -> bool:
+    """Return whether another rank of this node was here before.
+
+    torchrun ends all ranks when one has ended, so the first one speaks. It gives the ranks of a
+    node a folder for each attempt.
+    """
+    if not (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return os.environ.get("LOCAL_RANK", "0") != "0"
+    try:
+        (Path(error_file).parent.parent / "refused").touch(exist_ok=False)
+    except OSError as error:  # twice is better than never
+        return isinstance(error, FileExistsError)
+    return False
 
 
 def _is_of_a_connection(error: BaseException | None) -> bool:

@@ -15,6 +15,15 @@ from shardtune.units import gb
 _FLAGS = (
     mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 )  # pinning takes them
+# The files of a cgroup's limit and use, and the names of cached files in its statistics, by its
+# controller, which has no name with v2.
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file", "active_file"),
+    "memory": (
+        *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("total_inactive_file", "total_active_file"),
+    ),
+}
 
 
 def available_memory(
@@ -22,26 +31,32 @@ def available_memory(
 ) -> int:
     """Return the bytes that this process's node can give without swapping.
 
-    Slurm, Kubernetes and Docker limit processes by a cgroup (v2), and kill a process that goes
-    beyond. Each folder above it may have a limit, too.
+    Slurm, Kubernetes and Docker limit processes by a cgroup (v1 or v2), and kill a process that
+    goes beyond. Each folder above it may have a limit, too.
     """
     available = [psutil.virtual_memory().available]
     for line in own.read_text(encoding="utf-8").splitlines():
-        if line.startswith("0::/"):
-            group = cgroups / line.removeprefix("0::/")
-            folders = [each for each in (group, *group.parents) if each.is_relative_to(cgroups)]
-            available += [_available_in(each) for each in folders if (each / "memory.max").exists()]
+        _, controller, path = line.split(":", 2)
+        if controller in _FILES:
+            root = cgroups / controller
+            group = root / path.removeprefix("/")
+            folders = [each for each in (group, *group.parents) if each.is_relative_to(root)]
+            limit = _FILES[controller][0]
+            available += [
+                _available_in(each, controller) for each in folders if (each / limit).exists()
+            ]
     return max(0, min(available))
 
 
-def _available_in(cgroup: Path) -> int:
+def _available_in(cgroup: Path, controller: str) -> int:
     """Return the limit less the memory in use. Cached files can go and count as free."""
-    limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-    if limit == "max":
+    limit, used, *of_files = _FILES[controller]
+    most = (cgroup / limit).read_text(encoding="ascii").strip()
+    if most == "max":
         return psutil.virtual_memory().total
     stat = dict(map(str.split, (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()))
-    cached = int(stat["inactive_file"]) + int(stat["active_file"])
-    return int(limit) - int((cgroup / "memory.current").read_text(encoding="ascii")) + cached
+    cached = sum(int(stat[name]) for name in of_files)
+    return int(most) - int((cgroup / used).read_text(encoding="ascii")) + cached
 
 
 def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:

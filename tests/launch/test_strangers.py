@@ -169,6 +169,16 @@ def test_a_stranger_with_other_code_puts_no_words_into_the_last_line(folder, sta
     assert " and 0 on node 1 (127.0.0.1) - " in last
 
 
+def test_node_0_ends_with_the_wrong_secret_that_it_saw(folder, start):
+    port = a_free_port()
+    master = start(0, folder, port, JOIN_SECRET=SECRET, JOIN_TIMEOUT="5")
+    master.wait_for("waiting for node 1 of 2")
+    say(port, HELLO | {"problems": [TEXT]}, LIVES)
+    code, last = master.end()
+    require_error_line(last)
+    assert code == 2 and "127.0.0.1 came, and it has no JOIN_SECRET" in last
+
+
 def test_only_nodes_with_the_secret_are_let_in(folder, start):
     """Any other is named on both sides. The secret is in no log, and no process inherits it."""
     port = a_free_port()

@@ -14,10 +14,11 @@ from helpers import packing_families
 from helpers.chats import chats, write_jsonl
 from helpers.commands import launch
 from helpers.documented import require_error_line
+from helpers.pinned import on_path
 from helpers.ranks import on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
 
-from shardtune.distributed import join
+from shardtune.distributed import exit_code, join
 from shardtune.errors import UserError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_")
@@ -307,10 +308,27 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.full
-def test_under_torchrun_each_problem_is_reported_once(folder):
+def test_under_torchrun_each_problem_is_reported_once(folder, tmp_path):
+    """By whichever rank finds it first."""
     (folder / "train.jsonl").write_text("no JSON\n{}\n", encoding="utf-8")
-    done = launch(2, "--config", "config.yaml", cwd=folder)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    assert len(errors) == 3 and "train.jsonl:1" in errors[0] and "train.jsonl:2" in errors[1]
-    assert "2 of 2 records" in errors[2]
+    late = 'import os, time\ntime.sleep(4 * (os.environ.get("LOCAL_RANK") == "0"))\n'
+    (tmp_path / "sitecustomize.py").write_text(late, encoding="utf-8")
+    of_data = ["train.jsonl:1", "train.jsonl:2", "2 of 2 records"]
+    for arguments, expected in ([], of_data), (["train.steps=1"], ["train.steps"]):
+        done = launch(2, "--config", "config.yaml", *arguments, cwd=folder, env=on_path(tmp_path))
+        assert done.returncode != 0
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        for line, problem in zip(errors, expected, strict=True):
+            assert problem in line
+
+
+def test_the_first_rank_of_a_node_says_a_problem_that_all_share(tmp_path, monkeypatch):
+    """torchrun gives each rank of a node a folder beside those of the others."""
+    has_another_spoken = vars(exit_code)["_another_rank_has_spoken"]
+    said = []
+    for attempt, rank in (0, 1), (0, 0), (0, 2), (1, 0), (1, 1):
+        error_file = tmp_path / f"attempt_{attempt}/{rank}/error.json"
+        error_file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+        said.append(not has_another_spoken())
+    assert said == [True, False, False, True, False]
