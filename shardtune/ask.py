@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.quantizers import AutoHfQuantizer
 
 from shardtune.checkpoint.export.listing import read_listing
 from shardtune.checkpoint.run_dir import ADAPTER, BEST
 from shardtune.config_io import read_written
-from shardtune.data.chat_encoder import stop_token_ids
-from shardtune.data.dataset import read_chat_template
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 from shardtune.error_lines import print_errors
@@ -32,12 +30,12 @@ from shardtune.model.source.config_json import method_of
 from shardtune.model.source.files import known_config, model_folder, refusing
 from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.text_model import class_of
-from shardtune.model.source.weight_files import describe
+from shardtune.model.source.weight_files import ADAPTER_CONFIG, describe
 from shardtune.model.traits import number
 from shardtune.run_files import METRICS
 
 _LONGEST = 1024  # tokens of an answer
-_ADAPTER = "adapter_config.json"
+_GENERATION = "generation_config.json"
 Chat = list[dict[str, Any]]
 
 
@@ -100,30 +98,32 @@ class Model:
         self._options = (run.get("data.template_options") or {}) if options is None else options
         self._path = path
         try:
-            if (file := Path(path) / _ADAPTER).is_file():
+            if (file := Path(path) / ADAPTER_CONFIG).is_file():
                 with refusing(path, "the adapter cannot be read", "export it again"):
                     base = json.loads(file.read_bytes())["base_model_name_or_path"]
-                    self._open(base or "a base that was drawn at random", dtype)
+                    self._open(base or "a base that was drawn at random", dtype, path)
                     from peft import PeftModel
 
                     with warnings.catch_warnings(action="ignore", category=FutureWarning):
                         self._model = PeftModel.from_pretrained(self._model, path)
-                if template := run.get("data.chat_template"):
-                    self.tokenizer.chat_template = read_chat_template(template)
             else:
-                self._open(path, dtype)
+                self._open(path, dtype, path)
         except UserError as refusal:
             raise UserError(*(p.removeprefix("model.path=") for p in refusal.problems)) from refusal
         if not self.tokenizer.chat_template:
             print(f"WARNING: {path} has no chat template: it continues your text", file=sys.stderr)
 
-    def _open(self, path: str, dtype: torch.dtype) -> None:
+    def _open(self, path: str, dtype: torch.dtype, answering: str) -> None:
+        """Open a model, with the tokenizer and the stop tokens of `answering`, if it has them."""
         config, again = known_config(path), "fetch or export the model again"
+        has_tokenizer = (Path(answering) / "tokenizer_config.json").is_file()
         with refusing(path, "no tokenizer that transformers can read", again):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                path, config=config, padding_side="left", trust_remote_code=False
+                answering if has_tokenizer else path,
+                config=config,
+                padding_side="left",
+                trust_remote_code=False,
             )
-            self._stops = stop_token_ids(self.tokenizer, path, config)
         with refusing(path, "its weights cannot be read", again):
             quantisation = quantisation_in(model_folder(path) or Path(path))
             if quantisation and not AutoHfQuantizer.supports_quant_method(quantisation):
@@ -142,6 +142,9 @@ class Model:
                 raise UserError(f"{problem}, or hide GPUs: CUDA_VISIBLE_DEVICES=") from error
             if missing := report["missing_keys"]:
                 raise ValueError(f"no {min(missing)}, {len(missing)} tensors in all")
+        if (Path(answering) / _GENERATION).is_file():
+            with refusing(answering, f"no {_GENERATION} that transformers can read", again):
+                self._model.generation_config = GenerationConfig.from_pretrained(answering)
         self._positions = number(config.get_text_config(), "max_position_embeddings")
 
     def answer(
@@ -173,10 +176,10 @@ class Model:
             **{key: inputs[key].to(self._model.device) for key in ("input_ids", "attention_mask")},
             max_new_tokens=min(most_tokens, room),
             do_sample=False,
-            eos_token_id=self._stops,
             streamer=streamer,
         )[:, length:]
-        if streamer and generated[0, -1] not in self._stops:
+        stops = self._model.generation_config.eos_token_id
+        if streamer and generated[0, -1] not in torch.tensor(stops if stops is not None else []):
             print(f"WARNING: cut off after {generated.shape[1]} tokens", file=sys.stderr)
         texts = self.tokenizer.batch_decode(generated, skip_special_tokens=True)
         return [text.strip() for text in texts]
@@ -192,7 +195,7 @@ def _find(path: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{path or 'an empty name'} is not a folder - name a run or a model")
     if not given.is_dir():
         return path, {}
-    models, names = [given, given / "model", given / ADAPTER], ("config.json", _ADAPTER)
+    models, names = [given, given / "model", given / ADAPTER], ("config.json", ADAPTER_CONFIG)
     models = [each for each in models if any((each / name).is_file() for name in names)]
     folder = max(models, key=_step_of, default=None)
     runs = [each for each in (given, *given.absolute().parents[:2]) if (each / METRICS).is_file()]

@@ -18,8 +18,12 @@ import pytest
 import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
+from helpers.plain_lora import loss_of
+from helpers.plain_training import encode, settings, uneven_chats
+from helpers.quantised_models import save_deepseek_v3, save_gpt_oss
 from helpers.ranks import on_ranks, run_script, train
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -199,6 +203,41 @@ def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(folder, models):
     assert (run_dir / "model.aside1/model.safetensors").read_bytes() == earlier
     assert (run_dir / "model.aside1/of_the_earlier").exists()
     assert not (run_dir / "model/of_the_earlier").exists() and not (run_dir / "model/half").exists()
+
+
+LORA = ("lora.rank=2", "lora.targets=all-linear")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", LORA),
+        ("glm", ("parallel.expert=2",)),
+        pytest.param("llama", (), marks=pytest.mark.full),  # tied
+        pytest.param("glm", LORA, marks=pytest.mark.full),
+        pytest.param("fp8", ("export.dtype=float32",), marks=pytest.mark.full),
+        pytest.param("mxfp4", (*LORA, "export.dtype=float32"), marks=pytest.mark.full),
+    ],
+)
+def test_an_export_has_the_loss_of_the_runs_last_evaluation(
+    name, more, models, tokenizer, tmp_path
+):
+    """Opened by transformers alone, or by peft."""
+    save = {"fp8": save_deepseek_v3, "mxfp4": save_gpt_oss}.get(name)
+    source = save(tmp_path / "source", tokenizer) if save else models[name]
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = settings(source, data, tmp_path / "run", "train.epochs=2", f"data.eval={data}", *more)
+    (tmp_path / "config.yaml").touch()
+    finish(train(2, *given, cwd=tmp_path))
+    last = read_metrics(tmp_path / "run", "eval")[-1]["loss"]
+    records = [encode(tokenizer, record) for record in uneven_chats()]
+    exports = [AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)]
+    if more[:2] == LORA:
+        base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        exports.append(PeftModel.from_pretrained(base, tmp_path / "run/adapter"))
+        assert AutoTokenizer.from_pretrained(tmp_path / "run/adapter").chat_template
+    for model in exports:
+        assert loss_of(model, records) == pytest.approx(last, rel=1e-6)
 
 
 # The command `export`

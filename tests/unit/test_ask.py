@@ -135,16 +135,26 @@ QUESTION = "which rank ?"
 SILENT = CHATML + "{% if not enable_thinking|default(true) %}silently {% endif %}"
 
 
-def generated(folder: Path, prompt: str, model: Any = None) -> str:
-    """What `generate()` says behind a prompt, as the command prints it."""
+def generated_ids(folder: Path, prompt: str, model: Any = None) -> list[int]:
+    """What `generate()` answers behind a prompt."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     dtype = DTYPES[native_dtype(torch.device("cpu"))]
     model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     inputs = tokenizer(prompt, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     room = min(1024, model.config.max_position_embeddings - length)
-    out = model.generate(**inputs, max_new_tokens=room, do_sample=False)[0, length:]
-    return str(tokenizer.decode(out, skip_special_tokens=True)) + "\n"
+    ids = model.generate(**inputs, max_new_tokens=room, do_sample=False)[0, length:].tolist()
+    return list(map(int, ids))
+
+
+def text(folder: Path, ids: list[int]) -> str:
+    """An answer as the command prints it."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return str(tokenizer.decode(ids, skip_special_tokens=True)) + "\n"
+
+
+def generated(folder: Path, prompt: str) -> str:
+    return text(folder, generated_ids(folder, prompt))
 
 
 def in_chatml(question: str) -> str:
@@ -235,14 +245,17 @@ def test_the_newest_final_model_of_a_run_answers(folder, tmp_path, capsys):
     assert "nowhere: neither a directory here" in refused(tmp_path, capsys)
 
 
-def test_an_answer_ends_at_the_end_of_a_turn(folder, capsys):
-    """Also where the model's own configuration names another token."""
-    said = generated(folder, in_chatml(QUESTION))
+def test_an_answer_ends_where_the_export_says(folder, capsys):
+    """As with transformers alone. The tokenizer may name another token."""
+    ids = generated_ids(folder, in_chatml(QUESTION))
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    first = tokenizer(said)["input_ids"][0]
-    edited("tokenizer_config.json", eos_token=tokenizer.decode([first]))(folder)
+    edited("tokenizer_config.json", eos_token=tokenizer.decode([ids[0]]))(folder)
     assert run(["ask", str(folder), QUESTION]) == 0
-    assert capsys.readouterr().out == "\n"
+    assert capsys.readouterr().out == text(folder, ids)
+    end = max(map(ids.index, ids))
+    edited("generation_config.json", eos_token_id=[ids[end]])(folder)
+    assert run(["ask", str(folder), QUESTION]) == 0
+    assert capsys.readouterr().out == text(folder, ids[: end + 1])
 
 
 def test_without_a_template_the_model_continues_the_text(folder, capsys):
@@ -253,23 +266,27 @@ def test_without_a_template_the_model_continues_the_text(folder, capsys):
     assert f"WARNING: {folder} has no chat template: it continues your text" in said.err
 
 
-def test_an_adapter_answers_on_its_base_with_the_runs_template(folder, tmp_path, capsys):
-    run_dir = a_run(tmp_path / "run")
-    template = tmp_path / "silent.jinja"
-    template.write_text(SILENT.replace("|default(true)", "|default(false)"))
-    (run_dir / "config.yaml").write_text(f"data: {{chat_template: {template}}}\n")
+@pytest.mark.parametrize("is_peft_alone", [False, True])
+def test_an_adapter_answers_on_its_base(is_peft_alone, folder, tmp_path, capsys):
+    """With the tokens, the template and the stop tokens beside it, else with those of the base."""
+    adapter = a_run(tmp_path / "run") / "adapter"
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(3)
-    get_peft_model(base, config).save_pretrained(run_dir / "adapter")
-    assert run(["ask", str(run_dir), QUESTION]) == 0
-    answer = capsys.readouterr().out
-    prompt = in_chatml(QUESTION) + "silently "
+    get_peft_model(base, config).save_pretrained(adapter)
+    prompt = in_chatml(QUESTION) + "silently " * (not is_peft_alone)
     dtype = DTYPES[native_dtype(torch.device("cpu"))]
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    adapted = PeftModel.from_pretrained(base, run_dir / "adapter")
-    assert answer == generated(folder, prompt, adapted)
-    assert answer != generated(folder, prompt)
+    ids = generated_ids(folder, prompt, PeftModel.from_pretrained(base, adapter))
+    if not is_peft_alone:
+        for path in folder.glob("tokenizer*"):
+            shutil.copy(path, adapter)
+        (adapter / "chat_template.jinja").write_text(SILENT.replace("true", "false"))
+        end = max(map(ids.index, ids))
+        edited("generation_config.json", eos_token_id=ids[end])(adapter)
+        ids = ids[: end + 1]
+    assert run(["ask", str(adapter.parent), QUESTION]) == 0
+    assert capsys.readouterr().out == text(folder, ids)
 
 
 def refused(path: Path, capsys: pytest.CaptureFixture[str], question: str = QUESTION) -> str:

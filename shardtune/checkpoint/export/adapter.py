@@ -32,7 +32,7 @@ from shardtune.model.lora import Target, choose_targets, delta, weights_of_layer
 from shardtune.model.moe.grouped_experts import trait
 from shardtune.model.source.files import model_folder
 from shardtune.model.source.text_model import drop_towers
-from shardtune.model.source.weight_files import weights_digest
+from shardtune.model.source.weight_files import ADAPTER_CONFIG, weights_digest
 from shardtune.model.traits import is_stack
 
 
@@ -52,7 +52,9 @@ class Adapter(Export):
         targets = choose_targets(model, lora)
         source = json.loads(assets[SOURCE])["path"] if SOURCE in assets else None
         config = _peft_config(model, targets, lora, source)
-        self._assets = {"adapter_config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        # The tokens and the template of training. A config.json would make this a whole model.
+        beside = {n: assets[n] for n in assets if n not in (SOURCE, "config.json")}
+        self._assets = beside | {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
         stacks: dict[str, list[str]] = {}
         for target in targets:
             stacks.setdefault(target.module, []).append(target.parameter)
