@@ -96,13 +96,10 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
         (
             "glm",
             [
-                [1],
                 [2, "parallel.expert=2"],
                 [1, "parallel.replicate=2", "parallel.expert=2"],
-                [1, "parallel.replicate=4"],
                 [1, "parallel.expert=2", "lora.rank=4"],
-                [2, "model.activation_checkpointing=full"],
-                [4],
+                [4, "model.activation_checkpointing=full"],
             ],
         ),
         ("tied llama", [[2], [4]]),

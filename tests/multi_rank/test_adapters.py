@@ -122,7 +122,6 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
                 (1, ()),
                 (2, ("model.activation_checkpointing=full",)),
                 (2, ("model.activation_checkpointing=selective",)),
-                (2, ("model.compile=true", "model.activation_checkpointing=full")),
                 (4, ("parallel.replicate=2",)),
                 (4, ("parallel.replicate=2", "parallel.expert=2")),
                 (2, ("parallel.context=2", "parallel.expert=2", "train.micro_batch_size=2")),
@@ -130,6 +129,7 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
             )
         ),
         pytest.param("llama", 1, (), marks=pytest.mark.full),
+        pytest.param("llama", 2, ("model.compile=true",), marks=pytest.mark.full),
         *(
             pytest.param("experts", 2, ("lora.targets=experts", *more), marks=pytest.mark.full)
             for more in ((), ("model.activation_checkpointing=full", "parallel.expert=2"))

@@ -74,7 +74,8 @@ CASES: list[Case] = [
 MATRIX: list[Case] = [
     ("qwen3", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
     ("llama_of_4", Mesh(2, 1), Mesh(4, 1, stages=2, tensor=2), SELECTIVE),
-    ("llama_of_4", Mesh(4, 1, tensor=4), Mesh(4, 1, tensor=2), ["model.compile=true", *FULL]),
+    ("llama_of_4", Mesh(4, 1, tensor=4), Mesh(4, 1, tensor=2), FULL),
+    ("llama_of_4", Mesh(2, 1, tensor=2), Mesh(2, 1, tensor=2), ["model.compile=true", *NONE]),
     ("tied_llama", Mesh(4, 1, tensor=2), Mesh(2, 2), FULL),
     ("qwen3", Mesh(4, 1, replicate=2, tensor=2), Mesh(2, 1), [APART]),
     ("qwen3", Mesh(2, 1, tensor=2), Mesh(4, 1, stages=2, tensor=2), [APART, *NONE]),
