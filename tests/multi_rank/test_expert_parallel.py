@@ -208,7 +208,7 @@ def test_degrees_that_cannot_be_are_refused_with_those_that_can(models, tmp_path
 
 @pytest.mark.full
 def test_compiled_layers_exchange_tokens(models, tokenizer, tmp_path):
-    cases = [("glm4_moe", Mesh(2, 2), Mesh(4, 2), "model.activation_checkpointing=selective")]
+    cases = [("glm4_moe", Mesh(2, 2), Mesh(2, 2), "model.activation_checkpointing=selective")]
     check(cases, models, tokenizer, tmp_path, "model.compile=true")
 
 
