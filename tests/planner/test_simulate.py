@@ -136,20 +136,17 @@ def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with(monk
     assert known == [False, False]
 
 
-def test_what_the_shorter_model_shows_is_not_tried_in_the_longer_one(monkeypatch):
-    """Where one process simulates both, as a row of a table does."""
-    known: list[bool] = []
-
-    def simulated(step: Step, model_config: Any) -> Measured:
-        known.append(step.is_by_document)
-        return simulate(step, model_config)
+def test_a_row_of_a_table_measures_what_a_plan_does(monkeypatch):
+    """A row simulates both shallow models in one process, and a plan in two."""
 
     def in_order(works: list[Callable[[], Measured]]) -> list[Measured]:
         return [work() for work in works]
 
-    monkeypatch.setattr(extrapolate, "simulate", simulated)
-    monkeypatch.setattr(extrapolate, "at_once", in_order)
-    deep, config = with_layers(LLAMA, 8), configured()
-    with fake_world(Layout.of(config, 4), 4) as world:
-        Simulations(deep).measure(Step(config, POLICY, world), whole_on_meta(config, deep, world))
-    assert known == [False, True]
+    deep, config = with_layers(LLAMA, 16), configured("parallel.stages=2", "parallel.tensor=2")
+    measured = []
+    with fake_world(Layout.of(config, 8), 8) as world:
+        step, whole = Step(config, POLICY, world), whole_on_meta(config, deep, world)
+        for way in (extrapolate.at_once, in_order):
+            monkeypatch.setattr(extrapolate, "at_once", way)
+            measured.append(Simulations(deep).measure(step, whole))
+    assert measured[0] == measured[1]

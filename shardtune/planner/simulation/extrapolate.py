@@ -59,23 +59,23 @@ class Simulations:
         layers = layers_of_stages(whole, layout.stages)[step.world.stage]
         kinds = layer_kinds(whole)[layers.start : layers.stop]
         tried = {(_without_adapters(kind), layout.max_length, layout.row_ranks) for kind in kinds}
-        step = replace(step, imbalance=self._imbalance)
+        # Both shallow models take the same road: what one alone does would count for each layer.
+        is_known = tried <= self._by_document
+        step = replace(step, imbalance=self._imbalance, is_by_document=is_known)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
         new = {key: cut for key, cut in steps.items() if key not in self._measured}
-        results = at_once([partial(self._simulate, cut, tried) for cut in new.values()])
+        results = at_once([partial(self._simulate, cut) for cut in new.values()])
         self._measured.update(zip(new, results, strict=True))
+        attentions = [measured.attention for measured in results]
+        if any(each.by_document and not each.by_layer for each in attentions):
+            self._by_document |= tried
         short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
         return short if short is long else extrapolate(short, long, len(kinds))
 
-    def _simulate(self, step: Step, tried: set[Tried]) -> Measured:
-        """Measure a step of layers that `tried` names, and learn if they attend by document."""
-        step = replace(step, is_by_document=tried <= self._by_document)
+    def _simulate(self, step: Step) -> Measured:
         assert step.layers
-        measured = simulate(step, with_layers(self.model_config, step.layers.stop))
-        if measured.attention.by_document and not measured.attention.by_layer:
-            self._by_document |= tried
-        return measured
+        return simulate(step, with_layers(self.model_config, step.layers.stop))
 
 
 def _key(step: Step) -> Hashable:
@@ -84,7 +84,8 @@ def _key(step: Step) -> Hashable:
     # The optimizer changes neither forward nor backward.
     layout = replace(world.layout, optimizer="")
     sections = config.model.model_dump_json(), config.lora.model_dump_json()
-    return step.layers, layout, sections, step.policy, world.local_size, world.stage, step.tiles
+    place = world.local_size, world.stage
+    return step.layers, layout, sections, step.policy, *place, step.tiles, step.is_by_document
 
 
 def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
