@@ -230,8 +230,8 @@ def open_exports(
     """Open what the configuration asks for. `live_model` is called if models are written."""
     config, world = run.config, run.world
     shell_command = config.export.command if world.is_main else None  # once a run
-    timeout_s = config.distributed.save_timeout_s
-    command = ExportCommand(shell_command, run.directory.path, timeout_s, metrics)
+    timeout_s, keep = config.distributed.save_timeout_s, config.export.keep
+    command = ExportCommand(shell_command, run.directory.path, keep, timeout_s, metrics)
     every, keeps_best = config.export.every_steps, config.eval.keep_best and has_eval_data
     best = models = None
     if every or keeps_best:
@@ -242,7 +242,7 @@ def open_exports(
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
             in_use = command.models_in_use
-            models = StepModels(run.directory, live, config.export.keep, in_use, world)
+            models = StepModels(run.directory, live, keep, in_use, world)
     return Exports(best, command, StepExport(models, command, schedule, every))
 
 
