@@ -72,7 +72,7 @@ def main() -> None:
                 "Nothing is left to train."
             )
         else:
-            prediction = plan.require_fit(schedule.total_steps)
+            prediction = plan.require_fit()
             context = build_train_context(
                 run, model_config, data, assets, schedule, prediction, plan.device_peak
             )

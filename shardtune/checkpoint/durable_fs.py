@@ -160,8 +160,12 @@ def move_aside(path: Path, name: Path | None = None) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this process may still write to the disk of a directory."""
-    return shutil.disk_usage(path).free
+    """Return the bytes that this process may still write to the disk of a path."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def size(path: Path) -> int:
