@@ -15,7 +15,7 @@ from shardtune import checkpoint
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.export.live import LiveModel
-from shardtune.checkpoint.export.step_models import StepModels
+from shardtune.checkpoint.export.step_models import StepModels, is_step_model, step_model
 from shardtune.config import Config
 from shardtune.config_io import write_config
 from shardtune.data.dataset import PreparedData
@@ -70,14 +70,14 @@ def build_train_context(
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     metrics = open_metrics(run)
     run_state = state_of_run(run, model_config, assets, data, policy)
-    live = partial(
-        LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
-    )
-    exports = open_exports(run, live, metrics, schedule, has_eval_data=bool(data.eval))
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
     )
+    live = partial(
+        LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
+    )
+    exports = open_exports(run, live, saver.disk_bytes, metrics, schedule, bool(data.eval))
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
@@ -99,11 +99,12 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
-            exports.observer,
+            exports.steps,
         ],
         saver=saver,
         best=exports.best,
         command=exports.command,
+        step_export=exports.steps,
         run_state=run_state,
     )
 
@@ -217,12 +218,13 @@ class Exports(NamedTuple):
 
     best: Best | None  # with eval.keep_best
     command: ExportCommand
-    observer: StepExport
+    steps: StepExport
 
 
 def open_exports(
     run: Run,
     live_model: Callable[[], LiveModel],
+    checkpoint_bytes: int,
     metrics: Metrics,
     schedule: Schedule,
     has_eval_data: bool,
@@ -242,8 +244,27 @@ def open_exports(
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
             in_use = command.models_in_use
-            models = StepModels(run.directory, live, keep, in_use, world)
+            models = StepModels(run.directory, live, checkpoint_bytes, keep, in_use, world)
     return Exports(best, command, StepExport(models, command, schedule, every))
+
+
+def find_pending_model(run: Run, schedule: Schedule) -> int | None:
+    """Return the step that the run resumes from, if its model is due and rank 0 lacks it.
+
+    A run is killed while it writes the model of a step whose checkpoint is there. Log it where the
+    newest due step is before the resumed one: no start takes that step again. Collective.
+    """
+    every, resumed = run.config.export.every_steps, run.resumed
+    if not resumed or not every:
+        return None
+    is_due = schedule.is_due(resumed.step, every)
+    due = resumed.step if is_due else resumed.step - resumed.step % every
+    folder = step_model(run.directory, due)
+    if not due or run.world.on_rank0(lambda: is_step_model(folder)):
+        return None
+    if not is_due:
+        logger.info(f"{folder} is missing: an earlier start did not write it")
+    return resumed.step if is_due else None
 
 
 def prepare_forward(

@@ -7,15 +7,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from helpers.commands import finish, read_metrics
+from helpers.configs import configured
 from helpers.ranks import train, world_of
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 
 from shardtune.__main__ import run
-from shardtune.checkpoint.export.listing import read_listing
+from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.export.listing import LISTING, listing_json, read_listing
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.training.build_context import find_pending_model
 from shardtune.training.observers.export_command import ExportCommand
 from shardtune.training.observers.metrics import Metrics
 
@@ -77,22 +83,58 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
     assert sorted(ran) == sorted(Path(name).name for name in scores), "on one rank alone"
     assert "Score of step_0000004, in " in said
 
-    # Step 3 is taken again: its model is written anew, and that of step 4 counts no more.
+    # Step 3 is taken again: its model is written anew, and that of step 4 counts no more. That of
+    # step 2 was deleted, and is one of the newest two again.
     older = checkpoint(folder / "run", 2)
     given += [f"run.resume={older}", "train.max_steps=3"]
     (folder / "run/models/.step_0000009.writing").mkdir()  # a kill has left it
     said = finish(train(1, *EVERY_STEP, *given, cwd=folder))
     log = (folder / "run/commands/model.log").read_text(encoding="utf-8")
     assert "Score of model, in " in said and "read model" in log
-    assert names(folder / "run/models") == ["mine", aside.name, "step_0000003"]
+    assert names(folder / "run/models") == ["mine", aside.name, "step_0000002", "step_0000003"]
     listing = read_listing(folder / "run/models/step_0000003")
     assert listing and listing["step"] == 3
     scores = {entry["model"]: entry["step"] for entry in read_metrics(folder / "run", "score")}
     assert scores["model"] == 3 == max(scores.values())
     finish(train(1, *EVERY_STEP, "run.resume=never", "train.max_steps=1", cwd=folder))
-    own = [aside.name, "step_0000001", "step_0000003.aside1"]
+    own = [aside.name, "step_0000001", "step_0000002.aside1", "step_0000003.aside1"]
     assert names(folder / "run/models") == sorted(["mine", *own])
     assert (folder / "run/commands.aside1/model.log").exists()
+
+
+def test_a_model_that_a_kill_has_left_out_is_written_by_the_resume(folder):
+    """That of the last step, too, where nothing else is left."""
+    given = (*EVERY_STEP, "run.dir=run", "train.max_steps=1", "export.final=false")
+    finish(train(1, *given, cwd=folder))
+    model = folder / "run/models/step_0000001"
+    written = digests(model)
+    model.rename(durable_fs.unfinished(model))
+    finish(train(1, *given, cwd=folder))
+    assert digests(model) == written and names(model.parent) == [model.name]
+    assert "Finished: " in finish(train(1, *given, cwd=folder))
+
+
+@pytest.mark.parametrize(
+    ("step", "models", "pending", "is_said"),
+    [(4, (), 4, False), (4, (4,), None, False), (5, (), None, True), (5, (4,), None, False)],
+)
+def test_a_model_that_no_start_can_write_any_more_is_said(
+    step, models, pending, is_said, tmp_path, caplog
+):
+    for number in models:
+        folder = tmp_path / f"models/step_000000{number}"
+        folder.mkdir(parents=True)
+        (folder / LISTING).write_bytes(listing_json({"files": {}, "models": "models"}))
+    run: Any = SimpleNamespace(
+        config=configured("export.every_steps=2"),
+        resumed=SimpleNamespace(step=step),
+        directory=RunDir(tmp_path, [0], None),
+        world=world_of(0, 1, dist.HashStore()),
+    )
+    schedule: Any = SimpleNamespace(is_due=lambda step, every: step % every == 0)
+    with caplog.at_level("INFO"):
+        assert find_pending_model(run, schedule) == pending
+    assert ("step_0000004" in caplog.text) == is_said
 
 
 def test_of_adapters_the_adapter_is_written(folder):
