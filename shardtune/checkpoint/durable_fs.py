@@ -135,6 +135,12 @@ def replace(path: Path) -> None:
     delete(_replaced(path))
 
 
+def delete_hidden(path: Path) -> None:
+    """Delete a directory under its hidden name: a kill leaves no part of it under `path`."""
+    rename(path, unfinished(path))
+    delete(unfinished(path))
+
+
 def recover_replaced(path: Path) -> None:
     """Finish or undo an interrupted `replace`, and delete what was written for it."""
     if os.path.lexists(_replaced(path)) and not os.path.lexists(path):

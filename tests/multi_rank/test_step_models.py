@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, w
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.listing import LISTING, listing_json, read_listing
+from shardtune.checkpoint.export.step_models import StepModels
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.training.build_context import find_pending_model
 from shardtune.training.observers.export_command import ExportCommand
@@ -122,9 +124,7 @@ def test_a_model_that_no_start_can_write_any_more_is_said(
     step, models, pending, is_said, tmp_path, caplog
 ):
     for number in models:
-        folder = tmp_path / f"models/step_000000{number}"
-        folder.mkdir(parents=True)
-        (folder / LISTING).write_bytes(listing_json({"files": {}, "models": "models"}))
+        make_step_model(tmp_path, number)
     run: Any = SimpleNamespace(
         config=configured("export.every_steps=2"),
         resumed=SimpleNamespace(step=step),
@@ -135,6 +135,22 @@ def test_a_model_that_no_start_can_write_any_more_is_said(
     with caplog.at_level("INFO"):
         assert find_pending_model(run, schedule) == pending
     assert ("step_0000004" in caplog.text) == is_said
+
+
+def make_step_model(run_dir: Path, step: int) -> None:
+    folder = run_dir / f"models/step_{step:07d}"
+    folder.mkdir(parents=True)
+    (folder / LISTING).write_bytes(listing_json({"files": {}, "models": "models"}))
+
+
+def test_a_model_that_is_deleted_in_part_has_its_name_no_more(tmp_path, monkeypatch):
+    for step in (1, 2):
+        make_step_model(tmp_path, step)
+    live: Any = SimpleNamespace()
+    world = world_of(0, 1, dist.HashStore())
+    monkeypatch.setattr(durable_fs, "delete", Mock(side_effect=OSError))
+    StepModels(RunDir(tmp_path, [0], None), live, 0, 1, list, world).delete_old(2)
+    assert names(tmp_path / "models") == [".step_0000001.writing", "step_0000002"]
 
 
 def test_of_adapters_the_adapter_is_written(folder):

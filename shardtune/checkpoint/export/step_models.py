@@ -95,4 +95,4 @@ class StepModels:
         used = {folder.name for folder in self._in_use()}
         for number, folder in own.items():
             if number not in kept and folder.name not in used:
-                durable_fs.delete(folder)
+                durable_fs.delete_hidden(folder)
