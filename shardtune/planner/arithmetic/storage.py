@@ -13,7 +13,7 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.model.source.files import model_folder
 from shardtune.model.source.quantised import piece_bytes
-from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
+from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes, host_inputs_bytes
 from shardtune.training.states.state_bytes import StateBytes
 
@@ -23,7 +23,6 @@ class Storage:
     """Bytes on the disks of all nodes, and in the memory of one node."""
 
     checkpoint_bytes: int
-    save_s: float  # at DISK_BYTES_PER_S
     staging_bytes: int  # host memory for copies that are being saved
     loading_bytes: int  # host memory for pieces of the largest parameter
     inputs_bytes: int  # host memory for inputs of layers
@@ -69,7 +68,6 @@ def plan_storage(
         )
     return Storage(
         checkpoint_bytes=checkpoint,
-        save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
         inputs_bytes=inputs * machine.ranks_per_node,
@@ -84,9 +82,5 @@ def join_storage(stages: Sequence[Storage]) -> Storage:
 
     Each stage counts host bytes as if it had all ranks of a node, so their sum would be too much.
     """
-    whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
-    most = {
-        name: max(getattr(stage, name) for stage in stages)
-        for name in ("staging_bytes", "loading_bytes", "inputs_bytes", "states_bytes")
-    }
-    return replace(whole, **most)
+    most = Storage(*map(max, zip(*map(astuple, stages), strict=True)))
+    return replace(most, checkpoint_bytes=sum(stage.checkpoint_bytes for stage in stages))

@@ -31,7 +31,6 @@ _OF_RANKS = {
     "OMP_NUM_THREADS",  # a rank's, one of many on its node
 }
 _OF_THE_LAUNCH = ("MASTER_", "TORCHELASTIC_", "TORCH_", "JOIN_", "SHARDTUNE_", "NCCL_", "GLOO_")
-_END_TIMEOUT_S = 10.0
 _LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
 
 
@@ -99,10 +98,10 @@ class ExportCommand:
     def _finish(self) -> None:
         """Wait until all commands have ended, but no longer than the timeout."""
         deadline = time.monotonic() + self._timeout_s
-        while self._running and time.monotonic() < deadline:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._running.process.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-            self.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            while self._running:
+                self._running.process.wait(deadline - time.monotonic())
+                self.poll()
         self._end(f"it took longer than distributed.save_timeout_s={self._timeout_s:g}")
 
     def _launch(self, model: Path, step: int) -> None:
@@ -120,8 +119,8 @@ class ExportCommand:
         try:
             output.parent.mkdir(exist_ok=True)
             with output.open("wb") as file:
-                by_age = sorted(output.parent.glob("step_*.log"), key=_written)
-                for old in by_age[: -self._keep]:
+                logs = sorted(sorted(output.parent.glob("step_*.log")), key=os.path.getmtime)
+                for old in logs[: -self._keep]:
                     durable_fs.delete(old)
                 process = subprocess.Popen(
                     self._command,
@@ -161,7 +160,7 @@ class ExportCommand:
         logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
 
     def _end(self, why: str) -> None:
-        """End the command that runs, with all of its processes."""
+        """End the command that runs, with the processes of its group."""
         running, waiting = self._running, self._waiting
         self._running = self._waiting = None
         if not running:
@@ -169,12 +168,6 @@ class ExportCommand:
         skipped = f", and not run for {waiting[0].name}" if waiting else ""
         logger.warning(f"export.command is ended for {running.model.name}{skipped}, since {why}")
         _kill_group(running.process)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may hang in the system
-            running.process.wait(_END_TIMEOUT_S)
-
-
-def _written(log: Path) -> tuple[int, str]:
-    return log.stat().st_mtime_ns, log.name
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -184,13 +177,10 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _last_line(output: Path) -> str:
     """Return the last line of a command's output that is not blank; "" where it is not there."""
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - _LAST_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:  # the command may have deleted it
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    with contextlib.suppress(OSError), output.open("rb") as file:  # it may have deleted it
+        file.seek(max(0, output.stat().st_size - _LAST_BYTES))
+        return file.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
+    return ""
 
 
 def _scores(line: str) -> dict[str, float]:
