@@ -77,7 +77,9 @@ def build_train_context(
     live = partial(
         LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
     )
-    exports = open_exports(run, live, saver.disk_bytes, metrics, schedule, bool(data.eval))
+    best, command, step_export = open_exports(
+        run, live, saver.disk_bytes, metrics, schedule, bool(data.eval)
+    )
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
@@ -99,12 +101,12 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
-            exports.steps,
+            step_export,
         ],
         saver=saver,
-        best=exports.best,
-        command=exports.command,
-        step_export=exports.steps,
+        best=best,
+        command=command,
+        step_export=step_export,
         run_state=run_state,
     )
 
@@ -213,14 +215,6 @@ def take_over_metrics(run: Run) -> None:
         durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
 
 
-class Exports(NamedTuple):
-    """What writes models while the run trains, and what runs on them."""
-
-    best: Best | None  # with eval.keep_best
-    command: ExportCommand
-    steps: StepExport
-
-
 def open_exports(
     run: Run,
     live_model: Callable[[], LiveModel],
@@ -228,8 +222,8 @@ def open_exports(
     metrics: Metrics,
     schedule: Schedule,
     has_eval_data: bool,
-) -> Exports:
-    """Open what the configuration asks for. `live_model` is called if models are written."""
+) -> tuple[Best | None, ExportCommand, StepExport]:
+    """Open what writes models, and runs on them. `live_model` is called if models are written."""
     config, world = run.config, run.world
     shell_command = config.export.command if world.is_main else None  # once a run
     timeout_s, keep = config.distributed.save_timeout_s, config.export.keep
@@ -245,7 +239,7 @@ def open_exports(
         if every:
             in_use = command.models_in_use
             models = StepModels(run.directory, live, checkpoint_bytes, keep, in_use, world)
-    return Exports(best, command, StepExport(models, command, schedule, every))
+    return best, command, StepExport(models, command, schedule, every)
 
 
 def find_pending_model(run: Run, schedule: Schedule) -> int | None:

@@ -195,7 +195,9 @@ def test_a_command_that_fails_ends_nothing(code, said, folder):
     [2, 0],  # 0: while the run waits for the command of model/
 )
 def test_a_run_that_ends_early_ends_the_command_with_its_processes(every, folder):
-    given = [f"export.command={LEFT} kill -TERM $PPID; wait", "run.dir=run"]
+    # The rank is back from the start of the command by then.
+    code = f"{LEFT} sleep {0 if every else 2}; kill -TERM $PPID; wait"
+    given = [f"export.command={code}", "run.dir=run"]
     given += [f"export.every_steps={every}", "export.keep=99", "checkpoint.every_steps=2"]
     given += ["train.max_steps=90" if every else "train.max_steps=1", "train.epochs=99"]
     done = train(1, *SETTINGS, *CONSTANT, *given, cwd=folder)

@@ -71,10 +71,7 @@ class ExportCommand:
 
     def models_in_use(self) -> Iterator[Path]:
         """Yield the models that a command reads, or waits for."""
-        if self._running:
-            yield self._running.model
-        if self._waiting:
-            yield self._waiting[0]
+        yield from (each[0] for each in (self._running, self._waiting) if each)
 
     def start(self, model: Path, step: int) -> None:
         """Run the command for a model, or let it wait for the command that runs."""
@@ -145,10 +142,7 @@ class ExportCommand:
             logger.warning(f"export.command ended with {code} for {name}{said}")
             return
         if not (scores := _scores(last)):
-            logger.info(
-                f"export.command: its last line for {name} is no JSON object of numbers, so "
-                f"{name} has no score"
-            )
+            logger.info(f"export.command: its last line for {name} is no JSON object of numbers")
             return
         seconds = time.monotonic() - running.began
         model = running.model.relative_to(self._run_dir)
@@ -185,11 +179,9 @@ def _last_line(output: Path) -> str:
 
 def _scores(line: str) -> dict[str, float]:
     """Return the numbers of a line that is a JSON object of finite numbers alone, else nothing."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError, OverflowError):
         values = json.loads(line)
-        if not isinstance(values, dict) or {*map(type, values.values())} - {int, float}:
-            return {}
-        scores = {key: float(value) for key, value in values.items()}
-    except (ValueError, RecursionError, OverflowError):
-        return {}
-    return scores if all(map(math.isfinite, scores.values())) else {}
+        if isinstance(values, dict) and {*map(type, values.values())} <= {int, float}:
+            scores = {key: float(value) for key, value in values.items()}
+            return scores if all(map(math.isfinite, scores.values())) else {}
+    return {}
