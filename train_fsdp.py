@@ -32,7 +32,7 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.log import logger
     from shardtune.planner.run_plan import RunPlan
     from shardtune.training import optim
-    from shardtune.training.build_context import build_train_context
+    from shardtune.training.build_context import build_train_context, find_pending_model
     from shardtune.training.context import TrainContext
     from shardtune.training.data_and_schedule import make_schedule, read_data
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
@@ -62,9 +62,11 @@ def main() -> None:
     data = read_data(run, model_config)
     schedule = make_schedule(run, data)
     pending_evaluation = find_pending_evaluation(run, data, schedule)
+    pending_model = find_pending_model(run, schedule)
+    is_pending = pending_evaluation is not None or pending_model is not None
     context: TrainContext | None = None
     with ExitStack() as ending:
-        if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
+        if run.resumed and run.resumed.step >= schedule.total_steps and not is_pending:
             last_checkpoint = run.resumed
             clear_leftovers(run.directory, run.resumed, world)
             logger.info(
@@ -72,7 +74,7 @@ def main() -> None:
                 "Nothing is left to train."
             )
         else:
-            prediction = plan.require_fit(schedule.total_steps)
+            prediction = plan.require_fit()
             context = build_train_context(
                 run, model_config, data, assets, schedule, prediction, plan.device_peak
             )
@@ -83,7 +85,7 @@ def main() -> None:
                 step_fits(world.layout),  # says which keys to change where memory runs out
                 plan.compared(context.metrics),  # writes predicted and measured memory and time
             ):
-                last_checkpoint = train(context, pending_evaluation)
+                last_checkpoint = train(context, pending_evaluation, pending_model)
         # Every trained step is saved: from here on a rank may end without other ranks.
         end_on_signal(
             f"after the last step was saved, while the final model was written or scored - {AGAIN}",
@@ -94,7 +96,9 @@ def main() -> None:
             context.command.start(model, last_checkpoint.step)
 
 
-def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
+def train(
+    context: TrainContext, pending_evaluation: int | None, pending_model: int | None
+) -> Checkpoint:
     """Take every step that is left and return the checkpoint of the last one.
 
     Raises:
@@ -104,6 +108,8 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
     context.metrics.write(describe_start(context.run, context.data, schedule, context.row_cost))
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
+    if pending_model is not None:
+        context.step_export.write(pending_model)
     last_checkpoint, stop = context.run.resumed, StopRequest()
     began = time.perf_counter()
     for step, micro_batches in prefetch(context, schedule):

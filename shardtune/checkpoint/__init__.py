@@ -9,11 +9,9 @@ checkpoint_0001000/
 
 A save runs through train_state, slices, saver, staging, safetensors_writer, commit and manifest. A
 resume runs through run_dir, resume, resume_rules (which refuses a changed key), verify and load.
-free_space computes whether a disk has room. export/ makes models, with assets. durable_fs makes
-every system call that changes a file.
+export/ makes models, with assets. durable_fs makes every system call that changes a file.
 """
 
-from shardtune.checkpoint.free_space import Disk, find_disks
 from shardtune.checkpoint.load import load_checkpoint
 from shardtune.checkpoint.manifest import Checkpoint, open_checkpoint
 from shardtune.checkpoint.resume import agree_on_checkpoint, clear_leftovers
@@ -22,11 +20,9 @@ from shardtune.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "Checkpoint",
-    "Disk",
     "Saver",
     "agree_on_checkpoint",
     "clear_leftovers",
-    "find_disks",
     "load_checkpoint",
     "open_checkpoint",
     "verify_checkpoint",

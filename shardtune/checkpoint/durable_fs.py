@@ -135,6 +135,12 @@ def replace(path: Path) -> None:
     delete(_replaced(path))
 
 
+def delete_hidden(path: Path) -> None:
+    """Delete a directory under its hidden name: a kill leaves no part of it under `path`."""
+    rename(path, unfinished(path))
+    delete(unfinished(path))
+
+
 def recover_replaced(path: Path) -> None:
     """Finish or undo an interrupted `replace`, and delete what was written for it."""
     if os.path.lexists(_replaced(path)) and not os.path.lexists(path):
@@ -160,8 +166,17 @@ def move_aside(path: Path, name: Path | None = None) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this process may still write to the disk of a directory."""
-    return shutil.disk_usage(path).free
+    """Return the bytes that this process may still write to the disk of a path."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def share_disk(path: Path, other: Path) -> bool:
+    """Return whether both paths are on one disk, or will be where they do not exist yet."""
+    return _existing(path).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def size(path: Path) -> int:

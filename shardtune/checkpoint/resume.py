@@ -159,13 +159,6 @@ def _recover(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
     return replace(checkpoint, directories=final)
 
 
-def leftovers(run_dir: RunDir, resumed: Checkpoint | None) -> list[Path]:
-    """Return what `clear_leftovers` will delete on this rank's disk."""
-    entries = [path for path in _entries(run_dir.checkpoints) if _is_unfinished(path, resumed)]
-    models = [run_dir.path / BEST, *_step_models(run_dir)]
-    return entries + [path for path in map(durable_fs.unfinished, models) if path.exists()]
-
-
 def _step_models(run_dir: RunDir) -> set[Path]:
     """Return the folders of steps' models, also those of which a kill has left a part alone."""
     entries = _entries(run_dir.path / MODELS)
@@ -195,14 +188,17 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     is_of_this_run = any(world.all_gather_json(any(map(is_part, entries))))
 
     def clear() -> Iterable[Path]:
-        if unfinished := leftovers(run_dir, resumed):
+        models = [run_dir.path / BEST, *_step_models(run_dir)]
+        unfinished = [entry for entry in entries if _is_unfinished(entry, resumed)]
+        unfinished += filter(Path.exists, map(durable_fs.unfinished, models))
+        if unfinished:
             names = first_few([path.name for path in unfinished], 4)
             size = rounded_gb(sum(map(durable_fs.size, unfinished)))
             node_logger.info(f"Deleted, left by saves that did not finish: {names} ({size})")
-        for model in (run_dir.path / BEST, *_step_models(run_dir)):
+        for model in models:
             durable_fs.recover_replaced(model)
         for entry in entries:
-            if _is_unfinished(entry, resumed):
+            if entry in unfinished:
                 durable_fs.delete(entry)
             elif not is_part(entry) and (staging := _STAGING.fullmatch(entry.name)):
                 yield durable_fs.move_aside(entry, entry.with_name(staging[1]))

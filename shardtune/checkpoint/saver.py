@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.commit import SaveAttempt, delete_messages, write_and_commit
 from shardtune.checkpoint.manifest import (
     Checkpoint,
@@ -36,6 +37,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import SaveEntry
+from shardtune.units import rounded_gb
 
 # After the deadline: an attempt that has not ended by then waits for a dead disk.
 _STUCK_AFTER_S = 90
@@ -71,7 +73,7 @@ class Saver:
     """Saves the checkpoints of one run, one at a time. Every method is collective.
 
     `assets` are the files beside the tensors that make a checkpoint a model: configuration and
-    tokenizer.
+    tokenizer. `disk_bytes`: what one checkpoint takes of this rank's disk.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class Saver:
         self._hosts = [host for host, _ in per_rank]
         leader_of = run_dir.leader_of
         disk = [rank for rank in range(world.size) if leader_of[rank] == leader_of[world.rank]]
-        self._disk_bytes = sum(per_rank[rank][1] for rank in disk) + sum(map(len, assets.values()))
+        self.disk_bytes = sum(per_rank[rank][1] for rank in disk) + sum(map(len, assets.values()))
+        if run_dir.is_leader(world):
+            self._warn_of_full_disk()
         self._run_id = world.on_rank0(lambda: secrets.token_hex(4))
         # The thread has a connection of its own: a wait on a shared one blocks its other users.
         store = cast(Any, world.store).clone()
@@ -112,6 +116,16 @@ class Saver:
         self._outcome: list[str | None] | None = None  # the thread's problem, or None
         self._problem: str | None = None
         self.not_saved = ""  # which save has failed and why, until one succeeds
+
+    def _warn_of_full_disk(self) -> None:
+        directory = self._run_dir.checkpoints
+        free = durable_fs.free_bytes(directory)
+        if free < self.disk_bytes:
+            needed, short = rounded_gb(self.disk_bytes), rounded_gb(self.disk_bytes - free)
+            node_logger.warning(
+                f"The disk of {directory} has {rounded_gb(free)} free, and a checkpoint takes "
+                f"{needed} of it: a save fails, and training goes on - free {short}"
+            )
 
     def save(
         self,
@@ -156,7 +170,7 @@ class Saver:
             leader_of=self._run_dir.leader_of,
             keep=self._config.keep,
             assets=self._assets,
-            disk_bytes=self._disk_bytes,
+            disk_bytes=self.disk_bytes,
             store=dist.PrefixStore(f"{number}", self._store),
             timeout_s=self._timeout_s,
         )

@@ -23,7 +23,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardtune.cards import Card, card_of
-from shardtune.checkpoint import find_disks
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
 from shardtune.distributed.host_memory import available_memory
@@ -38,7 +37,6 @@ from shardtune.log import logger, quiet_libraries
 from shardtune.metrics_schema import PlanEntry
 from shardtune.model.flops import device_peak
 from shardtune.model.source.files import read_model_config
-from shardtune.planner.arithmetic.disk_room import require_room, saves_left
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.command.verdict import lacking, verdict
 from shardtune.planner.launch_arguments import as_arguments, launch_command
@@ -95,7 +93,7 @@ class RunPlan:
             if self._bound.allocated_bytes > limit or not self._bound.host_fits:
                 self._process = _simulate(run, self._machine)
 
-    def require_fit(self, total_steps: int) -> Prediction:
+    def require_fit(self) -> Prediction:
         """Log the verdict, and a mesh that the preflight's bandwidths make much faster.
 
         Call it just before loading, so that the simulation has the time until then.
@@ -103,7 +101,6 @@ class RunPlan:
         Raises:
             UserError: the run does not fit, and `run.ignore_plan` is false.
         """
-        self._require_room(total_steps)
         config, world = self._run.config, self._run.world
         # Only rank 0 has the plan; all ranks must agree to start or to refuse.
         self._prediction = prediction = world.on_rank0(self._predict)
@@ -124,20 +121,6 @@ class RunPlan:
         if world.is_main:
             self._suggest_mesh()
         return prediction
-
-    def _require_room(self, total_steps: int) -> None:
-        """Compare the free room of the disks with the bytes that the run will write."""
-        run = self._run
-        bound = self._bound if run.world.is_main else None
-        written = [bound.storage.checkpoint_bytes, bound.storage.exported_bytes] if bound else []
-        checkpoint_bytes, exported_bytes = run.world.on_rank0(lambda: written)
-        saves = saves_left(run.config.checkpoint.every_steps, run.resumed_step or 0, total_steps)
-        disks = find_disks(run.directory, run.resumed, run.world)
-        for disk in disks if saves else ():
-            part = checkpoint_bytes * disk.ranks / run.world.size
-            models = exported_bytes * disk.has_models
-            resumed = run.resumed.name if run.resumed else None
-            require_room(disk, part, models, saves, run.config, resumed)
 
     def _suggest_mesh(self) -> None:
         """Log on rank 0 a mesh with which a step takes less than two thirds of the time."""

@@ -15,7 +15,7 @@ from shardtune import checkpoint
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.export.live import LiveModel
-from shardtune.checkpoint.export.step_models import StepModels
+from shardtune.checkpoint.export.step_models import StepModels, is_step_model, step_model
 from shardtune.config import Config
 from shardtune.config_io import write_config
 from shardtune.data.dataset import PreparedData
@@ -70,13 +70,15 @@ def build_train_context(
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     metrics = open_metrics(run)
     run_state = state_of_run(run, model_config, assets, data, policy)
-    live = partial(
-        LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
-    )
-    exports = open_exports(run, live, metrics, schedule, has_eval_data=bool(data.eval))
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
+    )
+    live = partial(
+        LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
+    )
+    best, command, step_export = open_exports(
+        run, live, saver.disk_bytes, metrics, schedule, bool(data.eval)
     )
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
@@ -99,11 +101,12 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
-            exports.observer,
+            step_export,
         ],
         saver=saver,
-        best=exports.best,
-        command=exports.command,
+        best=best,
+        command=command,
+        step_export=step_export,
         run_state=run_state,
     )
 
@@ -212,26 +215,19 @@ def take_over_metrics(run: Run) -> None:
         durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
 
 
-class Exports(NamedTuple):
-    """What writes models while the run trains, and what runs on them."""
-
-    best: Best | None  # with eval.keep_best
-    command: ExportCommand
-    observer: StepExport
-
-
 def open_exports(
     run: Run,
     live_model: Callable[[], LiveModel],
+    checkpoint_bytes: int,
     metrics: Metrics,
     schedule: Schedule,
     has_eval_data: bool,
-) -> Exports:
-    """Open what the configuration asks for. `live_model` is called if models are written."""
+) -> tuple[Best | None, ExportCommand, StepExport]:
+    """Open what writes models, and runs on them. `live_model` is called if models are written."""
     config, world = run.config, run.world
     shell_command = config.export.command if world.is_main else None  # once a run
-    timeout_s = config.distributed.save_timeout_s
-    command = ExportCommand(shell_command, run.directory.path, timeout_s, metrics)
+    timeout_s, keep = config.distributed.save_timeout_s, config.export.keep
+    command = ExportCommand(shell_command, run.directory.path, keep, timeout_s, metrics)
     every, keeps_best = config.export.every_steps, config.eval.keep_best and has_eval_data
     best = models = None
     if every or keeps_best:
@@ -242,8 +238,27 @@ def open_exports(
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
             in_use = command.models_in_use
-            models = StepModels(run.directory, live, config.export.keep, in_use, world)
-    return Exports(best, command, StepExport(models, command, schedule, every))
+            models = StepModels(run.directory, live, checkpoint_bytes, keep, in_use, world)
+    return best, command, StepExport(models, command, schedule, every)
+
+
+def find_pending_model(run: Run, schedule: Schedule) -> int | None:
+    """Return the step that the run resumes from, if its model is due and rank 0 lacks it.
+
+    A run is killed while it writes the model of a step whose checkpoint is there. Log it where the
+    newest due step is before the resumed one: no start takes that step again. Collective.
+    """
+    every, resumed = run.config.export.every_steps, run.resumed
+    if not resumed or not every:
+        return None
+    is_due = schedule.is_due(resumed.step, every)
+    due = resumed.step if is_due else resumed.step - resumed.step % every
+    folder = step_model(run.directory, due)
+    if not due or run.world.on_rank0(lambda: is_step_model(folder)):
+        return None
+    if not is_due:
+        logger.info(f"{folder} is missing: an earlier start did not write it")
+    return resumed.step if is_due else None
 
 
 def prepare_forward(

@@ -14,6 +14,7 @@ from shardtune.training.observers.expert_balance import ExpertBalance
 from shardtune.training.observers.export_command import ExportCommand
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.observer import StepObserver
+from shardtune.training.observers.step_export import StepExport
 from shardtune.training.pipeline import Stage
 from shardtune.training.run import Run
 from shardtune.training.states.host_states import HostStates
@@ -60,4 +61,5 @@ class TrainContext:
     saver: Saver
     best: Best | None  # with eval.keep_best
     command: ExportCommand
+    step_export: StepExport  # one of the observers too
     run_state: dict[str, Any]  # goes into each checkpoint, beside the position in the data

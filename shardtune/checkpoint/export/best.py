@@ -94,8 +94,7 @@ class Best:
         self.lowest = result
         if self._is_leader and not self._world.is_main:  # a model from when this disk was node 0's
             with contextlib.suppress(OSError):
-                durable_fs.rename(self._out, durable_fs.unfinished(self._out))
-                durable_fs.delete(durable_fs.unfinished(self._out))
+                durable_fs.delete_hidden(self._out)
         speed = ""
         if self._is_first_write:
             speed = f": {gb(self._live.n_bytes, 2)} GB in {seconds:.1f} s, as each later one"

@@ -14,43 +14,70 @@ from shardtune.checkpoint.run_dir import MODELS, RunDir
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.units import gb
+from shardtune.units import gb, rounded_gb
 
 _NAME = re.compile(r"step_(\d{7,})")
 _MARK = "models"  # a folder that a run has written here; a copy of another model lacks it
 
 
+def step_model(run_dir: RunDir, step: int) -> Path:
+    return run_dir.path / MODELS / f"step_{step:07d}"
+
+
+def is_step_model(folder: Path) -> bool:
+    """Return whether a run has written this folder as the model of a step."""
+    return (read_listing(folder) or {}).get(_MARK) == folder.parent.name
+
+
 class StepModels:
     """Writes the models of steps, and keeps the newest of them. All methods are collective.
 
-    `in_use`: returns on rank 0 the folders that a command reads, or waits for.
+    `checkpoint_bytes`: what a checkpoint takes of the disk of run.dir/checkpoints. `in_use` returns
+    on rank 0 the folders that a command reads, or waits for.
     """
 
     def __init__(
         self,
         run_dir: RunDir,
         live: LiveModel,
+        checkpoint_bytes: int,
         keep: int,
         in_use: Callable[[], Iterable[Path]],
         world: World,
     ) -> None:
-        self._folder, self._live, self._keep = run_dir.path / MODELS, live, keep
+        self._run_dir, self._folder = run_dir, run_dir.path / MODELS
+        self._live, self._checkpoint_bytes, self._keep = live, checkpoint_bytes, keep
         self._in_use, self._world = in_use, world
 
     def write(self, step: int) -> Path | None:
         """Write the model of this step; return its folder, or None where it cannot be written."""
         self._world.progress.enter(Phase.EXPORTING, step)
-        out = self._folder / f"step_{step:07d}"
+        out, problem = step_model(self._run_dir, step), ""
+        remedy = "make room, and that of a later step is written"
+        if self._world.is_main:
+            with contextlib.suppress(OSError):  # then the model cannot be written either
+                if out.exists() and not is_step_model(out):
+                    logger.info(f"Another folder moved aside: {durable_fs.move_aside(out)}")
+                problem = self._lacking_room()
+        problem = self._world.all_gather_json(problem)[0]
         about = {"step": step, _MARK: self._folder.name}
-        with contextlib.suppress(OSError):  # then the model cannot be written either
-            if self._world.is_main and out.exists() and not self._is_own(out):
-                logger.info(f"Another folder moved aside: {durable_fs.move_aside(out)}")
-        problem = self._live.write(out, about, "make room, and that of a later step is written")
+        problem = f"{problem} - {remedy}" if problem else self._live.write(out, about, remedy)
         if problem:
             logger.info(f"Model of step {step} not written: {problem}")
             return None
         logger.info(f"Saved the model of step {step} in {out}, {gb(self._live.n_bytes, 2)} GB")
         return out
+
+    def _lacking_room(self) -> str:
+        """Say why a model would take the room of the next checkpoint; empty where it does not."""
+        free, taken = durable_fs.free_bytes(self._folder), self._live.n_bytes
+        shares = durable_fs.share_disk(self._folder, self._run_dir.checkpoints)
+        if not shares or free - taken >= self._checkpoint_bytes:
+            return ""
+        return (
+            f"of {rounded_gb(free)} that are free it takes {rounded_gb(taken)}, and the next "
+            f"checkpoint {rounded_gb(self._checkpoint_bytes)}"
+        )
 
     def delete_old(self, step: int) -> None:
         """Delete on rank 0's disk all but the newest models up to this step, the run's own alone.
@@ -63,12 +90,9 @@ class StepModels:
 
     def _delete_old(self, step: int) -> None:
         found = ((_NAME.fullmatch(path.name), path) for path in self._folder.iterdir())
-        own = {int(name[1]): path for name, path in found if name and self._is_own(path)}
+        own = {int(name[1]): path for name, path in found if name and is_step_model(path)}
         kept = sorted(number for number in own if number <= step)[-self._keep :]
         used = {folder.name for folder in self._in_use()}
         for number, folder in own.items():
             if number not in kept and folder.name not in used:
-                durable_fs.delete(folder)
-
-    def _is_own(self, folder: Path) -> bool:
-        return (read_listing(folder) or {}).get(_MARK) == self._folder.name
+                durable_fs.delete_hidden(folder)

@@ -1,4 +1,4 @@
-"""Bytes that a run writes to disk, and host memory of a node for loading and saving."""
+"""Bytes of a checkpoint, and host memory of a node for loading and saving."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.layout import BYTES
-from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.model.source.files import model_folder
 from shardtune.model.source.quantised import piece_bytes
-from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
+from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes, host_inputs_bytes
 from shardtune.training.states.state_bytes import StateBytes
 
@@ -22,10 +22,7 @@ from shardtune.training.states.state_bytes import StateBytes
 class Storage:
     """Bytes on the disks of all nodes, and in the memory of one node."""
 
-    checkpoint_bytes: int  # one checkpoint
-    checkpoints_bytes: int  # all that are kept, and one that is being written
-    exported_bytes: int  # model/, adapter/ and best/
-    save_s: float  # at DISK_BYTES_PER_S
+    checkpoint_bytes: int
     staging_bytes: int  # host memory for copies that are being saved
     loading_bytes: int  # host memory for pieces of the largest parameter
     inputs_bytes: int  # host memory for inputs of layers
@@ -71,9 +68,6 @@ def plan_storage(
         )
     return Storage(
         checkpoint_bytes=checkpoint,
-        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
-        exported_bytes=_exported_bytes(model, config, source.itemsize),
-        save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
         inputs_bytes=inputs * machine.ranks_per_node,
@@ -88,27 +82,5 @@ def join_storage(stages: Sequence[Storage]) -> Storage:
 
     Each stage counts host bytes as if it had all ranks of a node, so their sum would be too much.
     """
-    whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
-    most = {
-        name: max(getattr(stage, name) for stage in stages)
-        for name in ("staging_bytes", "loading_bytes", "inputs_bytes", "states_bytes")
-    }
-    return replace(whole, **most)
-
-
-def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:
-    itemsize = source_itemsize
-    if config.export.dtype != "source":
-        itemsize = DTYPES[config.export.dtype].itemsize
-    # A better model is written to best/ before the last one is deleted.
-    export = config.export
-    models = export.final + 2 * config.eval.keep_best
-    # A command may read one more.
-    step_models = 1 + export.keep + (export.command is not None)
-    models += step_models * (export.every_steps > 0)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    others = sum(p.numel() for p in model.parameters()) - trained
-    if config.lora.rank is None:
-        return itemsize * (trained + others) * models
-    merged = itemsize * others * (config.export.final and config.export.merge)
-    return merged + 4 * trained * models
+    most = Storage(*map(max, zip(*map(astuple, stages), strict=True)))
+    return replace(most, checkpoint_bytes=sum(stage.checkpoint_bytes for stage in stages))

@@ -184,15 +184,12 @@ def number_text(number: float) -> str:
 
 def _storage(plan: Plan) -> Iterator[str]:
     storage, nodes = plan.storage, plan.machine.nodes
+    keep = plan.config.checkpoint.keep
+    seconds = storage.checkpoint_bytes / (nodes * DISK_BYTES_PER_S)
     yield (
         f"A checkpoint takes {gb(storage.checkpoint_bytes)} GB of disk, and "
-        f"{duration(storage.save_s)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
-    )
-    total = storage.checkpoints_bytes + storage.exported_bytes
-    yield (
-        f"The run's disk: {gb(total)} GB = {gb(storage.checkpoints_bytes)} GB of checkpoints "
-        f"(checkpoint.keep={plan.config.checkpoint.keep}, and the next one) + "
-        f"{gb(storage.exported_bytes)} GB of models"
+        f"{duration(seconds)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes; "
+        f"checkpoint.keep={keep} and the next one {gb((keep + 1) * storage.checkpoint_bytes)} GB"
     )
     yield (
         f"A node's own memory: {gb(storage.loading_bytes)} GB to load, "

@@ -1,7 +1,7 @@
 """`export.command`: a shell command of the user's that node 0 runs beside the training.
 
 It gets a written model, and its last line may be a score. Commands run one at a time, and of those
-that wait the newest is kept. The run starts the command of its own configuration alone.
+that wait the newest is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.run_dir import COMMANDS
 from shardtune.log import logger, quoted
 from shardtune.metrics_schema import ScoreEntry
@@ -29,33 +31,6 @@ _OF_RANKS = {
     "OMP_NUM_THREADS",  # a rank's, one of many on its node
 }
 _OF_THE_LAUNCH = ("MASTER_", "TORCHELASTIC_", "TORCH_", "JOIN_", "SHARDTUNE_", "NCCL_", "GLOO_")
-_MOST_BYTES = 1 << 30  # of the output, which shares the disk with the checkpoints
-# Runs the command, and ends all of its processes once it has ended, or the rank. Workers of a
-# launcher have sessions of their own, and become children of this process when it ends.
-_SUPERVISOR = f"""
-import ctypes, os, signal, subprocess, sys
-def end(code):
-    while pids := open(f"/proc/self/task/{{os.getpid()}}/children").read().split():
-        for pid in map(int, pids):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    os._exit(code)
-signal.signal(signal.SIGTERM, lambda *_: end(1))
-prctl = ctypes.CDLL(None).prctl
-prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[2]):
-    end(1)
-command = subprocess.Popen(sys.argv[1], shell=True)
-while os.fstat(1).st_size <= {_MOST_BYTES}:
-    try:
-        end(command.wait(1) & 255)
-    except subprocess.TimeoutExpired:
-        pass
-print("its output is larger than {_MOST_BYTES:,} bytes", flush=True)
-end(1)
-"""
-_END_TIMEOUT_S = 10.0
 _LAST_BYTES = 1 << 16  # of the output, in which the last line is looked for
 
 
@@ -70,10 +45,12 @@ class _Running(NamedTuple):
 class ExportCommand:
     """Runs the command on rank 0. Leaving it as a context waits for commands, or ends them."""
 
-    def __init__(self, command: str | None, run_dir: Path, timeout_s: float, metrics: Metrics):
-        """`timeout_s`: the longest wait at the end."""
-        self._command, self._run_dir, self._timeout_s = command, run_dir, timeout_s
-        self._metrics = metrics
+    def __init__(
+        self, command: str | None, run_dir: Path, keep: int, timeout_s: float, metrics: Metrics
+    ):
+        """`keep`: the number of step models' logs. `timeout_s`: the longest wait at the end."""
+        self._command, self._run_dir, self._keep = command, run_dir, keep
+        self._timeout_s, self._metrics = timeout_s, metrics
         self._running: _Running | None = None
         self._waiting: tuple[Path, int] | None = None
 
@@ -94,10 +71,7 @@ class ExportCommand:
 
     def models_in_use(self) -> Iterator[Path]:
         """Yield the models that a command reads, or waits for."""
-        if self._running:
-            yield self._running.model
-        if self._waiting:
-            yield self._waiting[0]
+        yield from (each[0] for each in (self._running, self._waiting) if each)
 
     def start(self, model: Path, step: int) -> None:
         """Run the command for a model, or let it wait for the command that runs."""
@@ -112,6 +86,7 @@ class ExportCommand:
         """Take the score of a command that has ended, and start the one that waits."""
         if self._running and self._running.process.poll() is not None:
             running, self._running = self._running, None
+            _kill_group(running.process)
             self._take_score(running)
         if self._waiting and not self._running:
             (model, step), self._waiting = self._waiting, None
@@ -120,10 +95,10 @@ class ExportCommand:
     def _finish(self) -> None:
         """Wait until all commands have ended, but no longer than the timeout."""
         deadline = time.monotonic() + self._timeout_s
-        while self._running and time.monotonic() < deadline:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._running.process.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-            self.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            while self._running:
+                self._running.process.wait(deadline - time.monotonic())
+                self.poll()
         self._end(f"it took longer than distributed.save_timeout_s={self._timeout_s:g}")
 
     def _launch(self, model: Path, step: int) -> None:
@@ -141,8 +116,12 @@ class ExportCommand:
         try:
             output.parent.mkdir(exist_ok=True)
             with output.open("wb") as file:
+                logs = sorted(sorted(output.parent.glob("step_*.log")), key=os.path.getmtime)
+                for old in logs[: -self._keep]:
+                    durable_fs.delete(old)
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _SUPERVISOR, self._command, str(os.getpid())],
+                    self._command,
+                    shell=True,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -163,59 +142,46 @@ class ExportCommand:
             logger.warning(f"export.command ended with {code} for {name}{said}")
             return
         if not (scores := _scores(last)):
-            logger.info(
-                f"export.command: its last line for {name} is no JSON object of numbers, so "
-                f"{name} has no score"
-            )
+            logger.info(f"export.command: its last line for {name} is no JSON object of numbers")
             return
         seconds = time.monotonic() - running.began
         model = running.model.relative_to(self._run_dir)
-        self._metrics.write(
-            ScoreEntry(
-                kind="score",
-                step=running.step,
-                model=f"{model}",
-                scores={**scores},
-                seconds=seconds,
-            )
+        entry = ScoreEntry(
+            kind="score", step=running.step, model=f"{model}", scores={**scores}, seconds=seconds
         )
+        self._metrics.write(entry)
         shown = ", ".join(f"{quoted(key)} {value:g}" for key, value in scores.items())
         logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
 
     def _end(self, why: str) -> None:
-        """End the command that runs, with all of its processes."""
+        """End the command that runs, with the processes of its group."""
         running, waiting = self._running, self._waiting
         self._running = self._waiting = None
         if not running:
             return
         skipped = f", and not run for {waiting[0].name}" if waiting else ""
         logger.warning(f"export.command is ended for {running.model.name}{skipped}, since {why}")
-        running.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may hang in the system
-            running.process.wait(_END_TIMEOUT_S)
+        _kill_group(running.process)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):  # all have ended, or belong to another user
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(output: Path) -> str:
     """Return the last line of a command's output that is not blank; "" where it is not there."""
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - _LAST_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:  # the command may have deleted it
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    with contextlib.suppress(OSError), output.open("rb") as file:  # it may have deleted it
+        file.seek(max(0, output.stat().st_size - _LAST_BYTES))
+        return file.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
+    return ""
 
 
 def _scores(line: str) -> dict[str, float]:
-    """Return the numbers of a line that is a JSON object of numbers alone, else nothing."""
-    try:
+    """Return the numbers of a line that is a JSON object of finite numbers alone, else nothing."""
+    with contextlib.suppress(ValueError, RecursionError, OverflowError):
         values = json.loads(line)
-        is_object = isinstance(values, dict) and not any(map(_is_no_number, values.values()))
-        scores = {str(key): float(value) for key, value in values.items()} if is_object else {}
-    except (ValueError, RecursionError, OverflowError):
-        return {}
-    return scores if all(map(math.isfinite, scores.values())) else {}
-
-
-def _is_no_number(value: object) -> bool:
-    return isinstance(value, bool) or not isinstance(value, int | float)
+        if isinstance(values, dict) and {*map(type, values.values())} <= {int, float}:
+            scores = {key: float(value) for key, value in values.items()}
+            return scores if all(map(math.isfinite, scores.values())) else {}
+    return {}

@@ -21,8 +21,14 @@ class StepExport(StepObserver):
         self._step = ended.step.number
 
     def between_steps(self) -> None:
-        if self._models and self._schedule.is_due(self._step, self._every):
-            if model := self._models.write(self._step):
-                self._command.start(model, self._step)
-            self._models.delete_old(self._step)
+        if self._schedule.is_due(self._step, self._every):
+            self.write(self._step)
         self._command.poll()
+
+    def write(self, step: int) -> None:
+        """Write the model of a step, and start the command for it."""
+        if not self._models:
+            return
+        if model := self._models.write(step):
+            self._command.start(model, step)
+        self._models.delete_old(step)
