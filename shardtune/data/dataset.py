@@ -7,7 +7,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -78,9 +78,11 @@ class TokenDataset:
         """Whether each sequence is the first of its record, bool [sequences]."""
         return np.diff(self.record, prepend=-1) != 0
 
-    def largest_token(self) -> int:
-        """Return the largest id of any token."""
-        return int(self._tokens.max())
+    def present(self, ids: Sequence[int]) -> list[int]:
+        """Return those of `ids` that any token has, ascending."""
+        starts = range(0, len(self._tokens), 1 << 24) if ids else ()
+        parts = (self._tokens[i : i + (1 << 24)] for i in starts)
+        return sorted({int(i) for part in parts for i in np.unique(part[np.isin(part, ids)])})
 
     def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return copies of token ids int64 [length] and trained flags bool [length].
@@ -126,15 +128,20 @@ class PreparedData:
 
     def require_vocabulary(self, tokenizer: Any, vocabulary: int) -> None:
         """Raise UserError when a token is not among the `vocabulary` ids that the model knows."""
-        if max(tokenizer.get_vocab().values()) < vocabulary:
-            return
-        largest = max(tokens.largest_token() for tokens in self.sets.values())
-        if largest >= vocabulary:
+        unknown = [i for i in tokenizer.get_vocab().values() if i >= vocabulary]
+        if found := [i for tokens in self.sets.values() for i in tokens.present(unknown)]:
             raise UserError(
-                f"the data has the token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) "
-                f"and the model a vocabulary of {vocabulary} - "
+                f"the data has the token {found[0]} ({tokenizer.convert_ids_to_tokens(found[0])!r})"
+                f" and the model a vocabulary of {vocabulary} - "
                 "use the tokenizer that belongs to the model"
             )
+
+
+def added_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens behind the tokenizer's vocabulary that its own template never writes."""
+    met = f"{tokenizer.init_kwargs.get('chat_template')} {tokenizer.special_tokens_map}"
+    added = tokenizer.get_added_vocab().items()
+    return [i for token, i in added if i >= tokenizer.vocab_size and token not in met]
 
 
 def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> ChatEncoder:
