@@ -59,10 +59,7 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
         logger.info(
             f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
         )
-    saved, layout = resumed.state["config"], world.layout
-    train, then = saved["train"], Layout.divided(resumed.world_size, saved["parallel"])
-    rows_per_rank = train["micro_batch_size"] * train["gradient_accumulation_steps"]
-    before = then.data_ranks * rows_per_rank
+    layout, before = world.layout, saved_rows_per_step(resumed)
     if layout.rows_per_step == before:
         return
     accumulation, rest = divmod(before, layout.rows_per_micro_batch)
@@ -74,6 +71,13 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
         if stages > 1:
             keeps += f", and {stages} stages need at least {stages} steps"
     logger.warning(f"Effective batch was {before} rows, is {layout.rows_per_step}: {keeps}")
+
+
+def saved_rows_per_step(resumed: Checkpoint) -> int:
+    """Return the effective batch of the run that wrote the checkpoint."""
+    saved = resumed.state["config"]
+    train, then = saved["train"], Layout.divided(resumed.world_size, saved["parallel"])
+    return int(then.data_ranks * train["micro_batch_size"] * train["gradient_accumulation_steps"])
 
 
 def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:

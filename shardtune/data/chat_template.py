@@ -121,7 +121,8 @@ class ChatTemplate:
             raise ChatError(
                 f"{self.name} raises {type(error).__name__} on {len(messages)} messages "
                 f"(... {roles}): {error} - "
-                "change the messages to what it supports, or use another template",
+                'change the messages to what it supports ("" for a content of null), '
+                "or use another template",
                 kind=f"raises {type(error).__name__}: {str(error).partition(':')[0]}",
             ) from error
         return text
@@ -242,11 +243,22 @@ class ChatTemplate:
     @cached_property
     def thoughts(self) -> list[tuple[str, str]]:
         """The texts that open and close a thought: the common ones, and those of the template."""
-        message = {"role": "assistant", "content": "a"} | dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
+        answer = {"role": "assistant", "content": "a"} | dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        calling, _ = self.in_its_form(answer | {"tool_calls": [call]})
         pairs = {"<think>": "</think>"}
-        if found := _AROUND_THOUGHT.search(self._rendered_probe("q", message)):
-            pairs[found[1]] = found[2]
+        for message in (calling, answer):  # some templates write thoughts beside calls alone
+            if found := _AROUND_THOUGHT.search(self._rendered_probe("q", message)):
+                pairs[found[1]] = found[2]
         return list(pairs.items())
+
+    @cached_property
+    def second_thought(self) -> re.Pattern[str]:
+        """Finds a closed thought before another, where a turn begins: behind the `\\0`."""
+        begins, ends = ("|".join(map(re.escape, each)) for each in zip(*self.thoughts, strict=True))
+        # Some templates close a thought that they never write, such as </think:opensource>.
+        closed = rf"(?:{ends}|</[^<>\s]*think[^<>\s]*>)\s*"
+        return re.compile(rf"({closed}\0|\0\s*({begins})?\s*{closed})\s*({begins})")
 
     @cached_property
     def _takes_thoughts_in(self) -> bool:
@@ -285,10 +297,10 @@ class ChatTemplate:
             if name != "tools" and isinstance(messages, list)
             for message in messages
         ]
-        if token := self._token_in(text for text in record.values() if isinstance(text, str)):
+        if token := self.token_in(text for text in record.values() if isinstance(text, str)):
             is_text = "text" in record
             yield (Outcome.RENDERED_TEXT if is_text else Outcome.RENDERED_PROMPT), token
-        elif token := self._token_in(t for m in messages for t in self._texts_beside_thoughts(m)):
+        elif token := self.token_in(t for m in messages for t in self._texts_beside_thoughts(m)):
             yield Outcome.RENDERED_MESSAGE, token
         answers = [str(m.get("content")) for m in messages if m["role"] in ("tool", *_STAND_INS)]
         if any("<tool_response>" in text for text in answers):
@@ -304,7 +316,7 @@ class ChatTemplate:
             if isinstance(text, str):
                 yield self.without_thought(text) if takes_in else text
 
-    def _token_in(self, texts: Iterable[str]) -> str:
+    def token_in(self, texts: Iterable[str]) -> str:
         """Return the first token in these texts with which the template begins turns, or ""."""
         if self._role_tokens is None:
             return ""

@@ -87,6 +87,14 @@ class Conversation:
             in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
             self.require_texts(i, in_prompt + generated)
         self.require_parts(i, through)
+        self._require_one_thought(i, prompt, generated)
+        generated += appended
+        end = len(prompt) + (end or len(generated))
+        text = prompt + generated
+        return Turn(i, text, len(prompt), end, bool(appended), has_longer_prompt)
+
+    def _require_one_thought(self, i: int, prompt: str, generated: str) -> None:
+        """Raise ChatError where turn i closes no thought that its prompt opens, or has another."""
         for begin, close in self.template.thoughts:
             is_again = generated.lstrip().startswith(begin)
             if prompt.rstrip().endswith(begin) and (is_again or close not in generated):
@@ -97,10 +105,11 @@ class Conversation:
                     "(data.template_options)",
                     kind="the prompt opens a thought",
                 )
-        generated += appended
-        end = len(prompt) + (end or len(generated))
-        text = prompt + generated
-        return Turn(i, text, len(prompt), end, bool(appended), has_longer_prompt)
+        if self.template.second_thought.search(f"{prompt[-99:]}\0{generated[:99]}"):
+            raise ChatError(
+                f"{self.template.name} closes a thought before that in the content of messages[{i}]"
+                " (assistant) - write the thought as reasoning_content"
+            )
 
     def _behind_a_shorter_prompt(self, before: list[Message], prompt: str, text: str) -> str | None:
         """Return the turn at the end of `text` if the prompt only begins with the turn's header.
@@ -203,9 +212,13 @@ class Conversation:
         head, has_probe, _ = (added or "").partition(NEXT_TEXT)
         stop = self.template.stop.search(head) if has_probe else None
         if stop is None and not is_last:
+            after = (self._after_message(i, through, text) or "") + head
+            token = self.template.token_in([after]) or "a token"
             raise ChatError(
                 f"{self.template.name} writes no stop token behind messages[{i}] (assistant) - "
-                "use a template that ends every turn, or data.loss_on=last"
+                f"if {token} ends turns, add its id to eos_token_id in the model's "
+                "generation_config.json, else use a template that ends every turn, or "
+                "data.loss_on=last"
             )
         return head[: stop.end()] if stop else self.template.eos_text
 

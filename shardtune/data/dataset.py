@@ -7,7 +7,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -78,9 +78,11 @@ class TokenDataset:
         """Whether each sequence is the first of its record, bool [sequences]."""
         return np.diff(self.record, prepend=-1) != 0
 
-    def largest_token(self) -> int:
-        """Return the largest id of any token."""
-        return int(self._tokens.max())
+    def present(self, ids: Sequence[int]) -> list[int]:
+        """Return those of `ids` that any token has, ascending."""
+        starts = range(0, len(self._tokens), 1 << 24) if ids else ()
+        parts = (self._tokens[i : i + (1 << 24)] for i in starts)
+        return sorted({int(i) for part in parts for i in np.unique(part[np.isin(part, ids)])})
 
     def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return copies of token ids int64 [length] and trained flags bool [length].
@@ -126,15 +128,20 @@ class PreparedData:
 
     def require_vocabulary(self, tokenizer: Any, vocabulary: int) -> None:
         """Raise UserError when a token is not among the `vocabulary` ids that the model knows."""
-        if max(tokenizer.get_vocab().values()) < vocabulary:
-            return
-        largest = max(tokens.largest_token() for tokens in self.sets.values())
-        if largest >= vocabulary:
+        unknown = [i for i in tokenizer.get_vocab().values() if i >= vocabulary]
+        if found := [i for tokens in self.sets.values() for i in tokens.present(unknown)]:
             raise UserError(
-                f"the data has the token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) "
-                f"and the model a vocabulary of {vocabulary} - "
+                f"the data has the token {found[0]} ({tokenizer.convert_ids_to_tokens(found[0])!r})"
+                f" and the model a vocabulary of {vocabulary} - "
                 "use the tokenizer that belongs to the model"
             )
+
+
+def added_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens behind the tokenizer's vocabulary that its own template never writes."""
+    met = f"{tokenizer.init_kwargs.get('chat_template')} {tokenizer.special_tokens_map}"
+    added = tokenizer.get_added_vocab().items()
+    return [i for token, i in added if i >= tokenizer.vocab_size and token not in met]
 
 
 def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> ChatEncoder:
@@ -419,6 +426,8 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
     for key, source in sources.items():
         problems += _source_problems(source, sums[key], data)
+    if not problems:
+        problems = _unmatched_roles(data, writers.values() if holds_out else [writers["train"]])
     if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
         spec = sources["train", 0].spec
         n_records = sum(each.n_records for each in sums.values())
@@ -467,6 +476,17 @@ def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
         f"{first_few(sorted(fields), 10)}"
         for ours, column in data.field_names.items()
         if column and fields and column not in fields
+    ]
+
+
+def _unmatched_roles(data: DataConfig, writers: Iterable[_SetWriter]) -> list[str]:
+    """Return a problem for each role of `data.roles` that no record of these sets has."""
+    keys = [key for writer in writers for key in writer.outcomes]
+    found = sorted({role for outcome, role, _ in keys if outcome is Outcome.ROLE})
+    return [
+        f"data.roles.{role}: no record of data.train has this role - name one that they have: "
+        f"{first_few(found, 10) or 'none'}"
+        for role in data.roles.keys() - found
     ]
 
 

@@ -48,6 +48,14 @@ def from_json(value: Any) -> Any:
         return value
 
 
+def without_nulls(value: Any, kept: str = "") -> Any:
+    """Drop keys with None, but `kept`: Arrow gives each struct the keys of its column's others."""
+    if isinstance(value, dict):
+        pairs = ((key, item) for key, item in value.items() if item is not None or key == kept)
+        return {key: without_nulls(item, kept) for key, item in pairs}
+    return [without_nulls(item, kept) for item in value] if isinstance(value, list) else value
+
+
 def is_media(name: str) -> bool:
     """Whether a field or a part has the name of images, videos or sounds."""
     return _MEDIA.fullmatch(name.lower()) is not None

@@ -22,6 +22,7 @@ class Outcome(Enum):
     `{}` in the sentence is replaced by a detail, such as a name.
     """
 
+    NULLS = "{} with null in place of a value, read as if it were not there"
     FOREIGN_FORM = "records in the form of {}"
     UNREAD_FIELD = "records with the field {}, which nothing reads"
     UNREAD_MEDIA = "records with the field {}, of which nothing is trained but the text", True
@@ -50,6 +51,7 @@ class Outcome(Enum):
     TRAINED_BY_MARK = "answers that their mark trains, whatever data.loss_on={} says"
     PADDING_CUT = "rows of tokens whose padding is cut off, where their attention_mask is 0"
     OTHER_ROLE = "turns of the role {}, taken as context: data.roles maps it if they are answers"
+    ROLE = "turns of the role {} in the data"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"
     LOST = "the chat template leaves out the whole text of {}", True

@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from shardtune.data.hub import datasets_library
+from shardtune.data.messages import without_nulls
 from shardtune.data.paths import COMPRESSIONS, kind_of
 from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.records import forms_of, has_turns, list_of_records, read_fields
@@ -92,7 +93,7 @@ class RecordChunk:
         if isinstance(self.rows, pyarrow.Table):
             features = datasets_library().Features.from_arrow_schema(self.rows.schema)
             for row in self.rows.to_pylist():
-                yield _without_nulls(features.decode_example(row))
+                yield without_nulls(features.decode_example(row))
         else:
             for text in self.rows:
                 yield text if isinstance(text, RecordError) else _parse_json(text)
@@ -359,13 +360,4 @@ def _parse_json(text: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         problem = str(error).replace("line 1 column", "column")
         return RecordError(f"invalid JSON ({problem}) - repair it", kind="invalid JSON")
-    return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys with None: Arrow gives each struct of a column the keys of all its structs."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
     return value

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardtune.config import RECORD_FIELDS, DataConfig
-from shardtune.data.messages import Message, from_json, is_media
+from shardtune.data.messages import Message, from_json, is_media, without_nulls
 from shardtune.data.outcomes import Note, Outcome, shown_name
 from shardtune.data.record_error import FileError, RecordError, require
 from shardtune.data.token_rows import BESIDE_TOKENS, TRAINED_TOKENS, read_token_row
@@ -154,8 +154,9 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
         if len(lists) > 1:
             raise RecordError("has tools and functions - keep one of them")
         for tools in lists.values() or [v for v in given.values() if v == "[]"]:
-            record["tools"] = _parse_tools(tools)
-        if options := from_json(present.get("chat_template_kwargs")):
+            record["tools"] = _parse_tools(kept := without_nulls(tools, "default"))
+            notes += [(Outcome.NULLS, "tools")] * (kept != tools)
+        if options := without_nulls(from_json(present.get("chat_template_kwargs"))):
             require(isinstance(options, dict), "chat_template_kwargs", options, "an object")
             record["chat_template_kwargs"] = options
     if "input_ids" not in form:  # `input_ids` are the whole record: no field can be lost

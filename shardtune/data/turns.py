@@ -15,6 +15,7 @@ from shardtune.data.messages import (
     from_json,
     is_media,
     train_flag,
+    without_nulls,
 )
 from shardtune.data.outcomes import Note, Outcome
 from shardtune.data.record_error import RecordError, require
@@ -60,10 +61,14 @@ def read_turns(name: str, turns: Any, roles: Mapping[str, str]) -> tuple[list[Me
     for i, turn in enumerate(turns):
         where = f"{name}[{i}]"
         require(isinstance(turn, dict), where, turn, f"an object with {keys}")
-        message = {key: value for key, value in turn.items() if value is not None}
+        message = without_nulls(turn)
+        if message != turn:
+            notes.append((Outcome.NULLS, "turns"))
         if is_sharegpt:
             message = _from_sharegpt(where, message, roles)
         role = message["role"] = _role(f"{where}.role", message.get("role"), roles)
+        if roles:
+            notes.append((Outcome.ROLE, turn["from" if is_sharegpt else "role"]))
         if role not in _KNOWN_ROLES:
             notes.append((Outcome.OTHER_ROLE, role))
         if role in _CALLS:

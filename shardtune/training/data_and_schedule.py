@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PretrainedConfig
 
 from shardtune.checkpoint import resume_rules
-from shardtune.config import Config
+from shardtune.config import Config, SchedulerConfig
 from shardtune.data import dataset
-from shardtune.data.dataset import PreparedData
+from shardtune.data.dataset import PreparedData, added_tokens
 from shardtune.data.schedule import Position, Schedule, source_weights
 from shardtune.distributed.world import World
-from shardtune.errors import UserError, counted
+from shardtune.errors import UserError, counted, first_few
 from shardtune.log import logger
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.run import Run
@@ -32,6 +34,12 @@ def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     data = dataset.open_prepared(Path(folder))
     vocabulary = model_config.get_text_config().vocab_size
     world.run_on_all_ranks(lambda: data.require_vocabulary(encoder.tokenizer, vocabulary))
+    if world.layout.is_lora and (met := data.train.present(added_tokens(encoder.tokenizer))):
+        names = first_few(encoder.tokenizer.convert_ids_to_tokens(met), 5)
+        logger.warning(
+            f"LoRA trains no row of the embedding, and data.train has the added tokens {names} - "
+            "if they are new to the model, train without LoRA (lora.rank=null)"
+        )
     remedy = "copy the same data, model and code to every node"
     world.require_same({"the digest of the tokenized data": data.key}, remedy)
     if resumed:
@@ -67,9 +75,27 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
             "data.max_length, set data.packing=false, use fewer ranks, or let more of them share "
             "each row (parallel.context)"
         )
-    for line in (*data.lines, *_describe_schedule(config, data, schedule, world)):
+    described = _describe_schedule(config, data, schedule, world)
+    for line in (*data.lines, *described, *changed_rate(run, schedule)):
         logger.info(line)
     return schedule
+
+
+def changed_rate(run: Run, schedule: Schedule) -> Iterator[str]:
+    """Yield a line where a resume changes the learning rate of its first step by 5% or more."""
+    resumed, config = run.resumed, run.config
+    if resumed is None or resumed.step >= schedule.total_steps:
+        return
+    saved, step = resumed.state["config"], resumed.step + 1
+    then = {name: saved["train"][name] for name in ("epochs", "max_steps")}
+    then["rows_per_step"] = resume_rules.saved_rows_per_step(resumed)
+    total = replace(schedule, **then).total_steps
+    peak, scheduler = saved["optimizer"]["lr"], SchedulerConfig(**saved["scheduler"])
+    old = learning_rate(min(step, total), total, peak, scheduler)
+    new = learning_rate(step, schedule.total_steps, config.optimizer.lr, config.scheduler)
+    if not math.isclose(old, new, rel_tol=0.05):
+        steps = f"{total} steps in all became {schedule.total_steps}"
+        yield f"Learning rate (LR): {old:.3g} becomes {new:.3g} at step {step}, as {steps}"
 
 
 def _describe_schedule(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import re
+from datetime import date
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
+from transformers import AutoConfig
 
+from shardtune.config import DataConfig
+from shardtune.data.dataset import added_tokens
 from shardtune.data.outcomes import Outcome
+from shardtune.training.data_and_schedule import read_data
 
 
 def test_every_form_trains_what_the_model_must_write(model, tmp_path):
@@ -443,3 +452,30 @@ def test_arrays_are_mapped_not_read(model, tmp_path):
         assert (len(tokens), trained.sum()) == (train.lengths[i], train.trained_counts[i])
     with pytest.raises(IndexError):
         train[2]
+
+
+@pytest.mark.parametrize("is_lora", [True, False])
+def test_lora_warns_of_added_tokens_that_no_template_writes(is_lora, tmp_path, caplog):
+    template = TEMPLATE.replace("<|im_start|>", "<|turn|><|im_start|>")
+    model = save_model(tmp_path / "model", template, more=["<|turn|>", "<|query|>", "<|hit|>"])
+    records = [chat("q", "<|query|>a<|query|>"), {"text": "<|im_start|><|query|>"}]
+    file = write(tmp_path / "a.jsonl", records)
+    world = SimpleNamespace(
+        layout=SimpleNamespace(is_lora=is_lora),
+        run_on_all_ranks=lambda function: function(),
+        on_local_rank0=lambda function: function(),
+        require_same=lambda *_: None,
+    )
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(path=str(model)), data=DataConfig(train=str(file))
+    )
+    run: Any = SimpleNamespace(config=config, world=world, resumed=None, date=date.today())
+    with caplog.at_level(logging.WARNING, "shardtune"):
+        read_data(run, AutoConfig.from_pretrained(model))
+    assert [re.findall(r"<.+?>", line) for line in caplog.messages] == [["<|query|>"]] * is_lora
+
+
+def test_only_tokens_behind_the_vocabulary_count_as_added(tmp_path):
+    model = save_model(tmp_path / "model", None, more=["<|query|>"])
+    tokenizer = Run(model, write(tmp_path / "a.jsonl", [{"text": "a"}])).encoder.tokenizer
+    assert tokenizer.convert_ids_to_tokens(added_tokens(tokenizer)) == ["<|query|>"]

@@ -137,3 +137,61 @@ def test_template_options_reach_the_template(tmp_path):
     assert [problem.partition(":")[0] for problem in problems] == [
         f"data.template_options.{name}" for name in taken
     ]
+
+
+def test_nulls_that_arrow_put_into_json_lines_are_dropped_and_counted(model, tmp_path):
+    """A struct of Arrow has the keys of all structs of its column."""
+    calls = [{"function": {"name": "f", "arguments": {"a": {"b": 1}}}}]
+    part = {"type": "text", "text": "Look."}
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "object"}}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [part], "tool_calls": calls},
+    ]
+    plain = Run(model, write(tmp_path / "a.jsonl", [{"messages": messages, "tools": [tool]}]))
+    messages[0] |= {"tool_calls": None}
+    calls[0]["function"] |= {"arguments": {"a": {"b": 1, "c": None}, "d": None}, "strict": None}
+    part["thinking"] = None
+    tool["parameters"]["properties"]["d"] = None
+    run = Run(model, write(tmp_path / "b.jsonl", [{"messages": messages, "tools": [tool]}]))
+    assert run.texts() == plain.texts()
+    null = [line for line in run.prepared.lines if "null" in line]
+    assert [line.rpartition(" ")[2] for line in null] == ["2", "1"]
+    assert not [line for line in plain.prepared.lines if "null" in line]
+    text = json.dumps({"d": None})
+    calls[0]["function"]["arguments"] = text
+    run = Run(model, write(tmp_path / "c.jsonl", [{"messages": messages}]))
+    assert text in run.texts()[0][1]
+
+
+def test_a_null_content_that_a_template_cannot_take_is_named(tmp_path):
+    model = save_model(tmp_path / "model", TEMPLATE.replace("m.content is", "(m.content + '') is"))
+    record = chat("q", None)
+    record["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+    said = problems_of(model, write(tmp_path / "a.jsonl", [record]))
+    assert '""' in said[0]
+    record["messages"][1]["content"] = ""
+    assert Run(model, write(tmp_path / "a.jsonl", [record])).texts()
+
+
+def test_a_role_that_no_record_to_train_has_is_refused(model, tmp_path):
+    turns = [{"from": "customer", "value": "q"}, {"from": "gpt", "value": "a"}]
+    shared = write(tmp_path / "a.jsonl", [{"conversations": turns}])
+    ours = write(tmp_path / "b.jsonl", [chat("q")])
+    roles = {"customer": "user"}
+    Run(model, [{"path": str(ours)}, {"path": str(shared)}], roles=roles)
+    Run(model, shared, eval=str(ours), roles=roles)
+    (said,) = problems_of(model, ours, eval=str(shared), roles=roles)
+    assert said.startswith("data.roles.customer: ") and "assistant, user" in said
+    (said,) = problems_of(model, shared, roles=roles | {"agnet": "assistant"})
+    assert said.startswith("data.roles.agnet: ") and "customer, gpt" in said
+    records = [{"conversations": turns}] + [chat(f"q{i}") for i in range(9)]
+    for fraction in (0.2, 0.8):  # a record that is held out counts
+        Run(model, write(tmp_path / "c.jsonl", records), roles=roles, eval_fraction=fraction)
+
+
+def test_the_token_that_ends_turns_is_named_where_it_is_no_stop(tmp_path):
+    model = save_model(tmp_path / "model", eos="<|endoftext|>")
+    messages = [*chat("q")["messages"], *chat("r")["messages"]]
+    said = problems_of(model, write(tmp_path / "a.jsonl", [{"messages": messages}]))
+    assert "<|im_end|>" in said[0] and "eos_token_id" in said[0]

@@ -263,16 +263,15 @@ def test_sharegpt_is_read_as_messages(turns):
         {"role": role, "content": text, **{k: v for k, v in more.items() if v is not None}}
         for (role, _), text, more in turns
     ]
-    marks = [
-        "train" if "train" in more else "weight"
-        for (role, _), _, more in turns
-        if role == "assistant" and more in ({"train": False}, {"weight": 0.0})
-    ]
-    marked = [(Outcome.MARKED, mark) for mark in marks]
+    notes = []
+    for (role, _), _, more in turns:
+        notes += [(Outcome.NULLS, "turns")] * (None in more.values())
+        if role == "assistant" and more in ({"train": False}, {"weight": 0.0}):
+            notes.append((Outcome.MARKED, "train" if "train" in more else "weight"))
     assert check_record({"conversations": conversations, "tools": "[]", "id": 1}) == (
         {"messages": messages, "tools": []},
         ["id"],
-        [(Outcome.FOREIGN_FORM, "ShareGPT: conversations of from and value"), *marked],
+        [(Outcome.FOREIGN_FORM, "ShareGPT: conversations of from and value"), *notes],
     )
 
 

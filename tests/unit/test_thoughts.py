@@ -159,3 +159,56 @@ def test_a_template_file_takes_the_place_of_the_models(models, tmp_path):
     assert Run(base, file, chat_template=str(other)).entry != run.entry
     (said,) = problems_of(base, file, chat_template=str(tmp_path / "none"))
     assert said.startswith(f"data.chat_template={tmp_path}/none cannot be read")
+
+
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}"
+)
+# The prompt closes an empty thought, and thoughts are written beside calls alone, as Gemma 4 does.
+BESIDE_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls and m.reasoning %}"
+    f"<|channel>thought\n{{{{ m.reasoning }}}}<channel|>{{% endif %}}{{{{ m.content }}}}{CALLS}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "<|channel>thought\n<channel|>{% endif %}"
+)
+
+
+def test_a_thought_beside_a_call_is_refused_behind_a_closed_one(tmp_path):
+    model = save_model(tmp_path / "model", BESIDE_CALLS)
+    call = {"type": "function", "function": {"name": "rain", "arguments": {}}}
+    record = chat("Rain?", "")
+    record["messages"][1]["tool_calls"] = [call]
+    file = write(tmp_path / "a.jsonl", [record])
+    assert trained(Run(model, file)) == [f"rain{{}}{END}"]
+    record["messages"][1]["reasoning"] = "Look."
+    assert "the generation prompt of" in problems_of(model, write(file, [record]))[0]
+
+
+# Before an answer without reasoning, each closes an empty thought in its own way.
+IN_TURN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<think></think>"
+OPENED = (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}",
+    "<think></think>",
+)
+CLOSED = "{% if add_generation_prompt %}<|im_start|>assistant\n</think>{% endif %}", "</think>"
+OTHER = CLOSED[0].replace("</think>", "<think:a></think:a>"), "<think:a></think:a>"
+
+
+@pytest.mark.parametrize("template", [IN_TURN, OPENED, CLOSED, OTHER, "qwen3_8"], ids=str)
+def test_a_thought_in_the_content_is_refused_behind_a_closed_one(template, tmp_path):
+    if isinstance(template, str):
+        model = stock_models(tmp_path, template)[template]
+    else:
+        prompt, empty = template
+        turns = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+            f"{empty}{{% endif %}}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+        )
+        model = save_model(tmp_path / "model", turns + prompt)
+    thought = chat("1+1?", "<think>\nOne.\n</think>\n\n2")
+    said = problems_of(model, write(tmp_path / "a.jsonl", [thought]))
+    assert "reasoning_content" in said[0]
+    about = chat("1+1?", "It is <think></think> <think>.")
+    (text,) = trained(Run(model, write(tmp_path / "a.jsonl", [about])))
+    assert text.endswith(f"It is <think></think> <think>.{END}")
