@@ -44,7 +44,7 @@ _SLOW = 1.5  # ratio to the fastest mesh's step from which a run suggests that m
 _FASTER = 0.95  # a change must shorten a step at least to this share
 _MARGIN = 0.95  # share of the memory that a mesh may take by arithmetic alone
 _TRIAL_LAYERS = 4
-_MOST_RANKS = 4096
+_MOST_RANKS = 1024
 _ROUNDING = {"model.master_dtype", "model.reduce_dtype", "optimizer.name"}
 
 
@@ -69,7 +69,10 @@ class Search:
 
     def much_faster_mesh(self) -> Estimate | None:
         """Return the fastest mesh, if a step of the configured one takes 1.5 times as long."""
-        return self._by_arithmetic({}, self.configured.floor_s / _SLOW)
+        limit, slowest_s = _MARGIN * self.plan.machine.memory_bytes, self.configured.floor_s / _SLOW
+        fitting = (mesh for mesh in self._estimates({}, "") if mesh.peak_bytes <= limit)
+        fast = (mesh for mesh in fitting if mesh.floor_s <= slowest_s)
+        return next(filter(self._can_be_cut, fast), None)
 
     def changes(self) -> list[Plan]:
         """Return plans that fit, the fastest first.
@@ -95,14 +98,22 @@ class Search:
         """
         return next(iter(self._try(self._same_training(), 1 / _MARGIN, wanted=1)), None)
 
-    def fastest_by_arithmetic(self) -> Estimate | None:
+    def fastest_by_arithmetic(
+        self, is_possible: Callable[[Estimate], bool] = lambda run: True
+    ) -> Estimate | None:
         """Return the run that `fastest` simulates first."""
         limit = _MARGIN * self.plan.machine.memory_bytes
-        for group in self._same_training():
+
+        def fitting(group: list[Setting]) -> list[Estimate]:
             runs = (run for setting in group for run in self._estimates(*setting))
-            if fitting := [run for run in runs if run.peak_bytes <= limit]:
-                return min(fitting, key=_rank)
-        return None
+            return sorted((run for run in runs if run.peak_bytes <= limit), key=_rank)
+
+        groups = [*self._same_training()]
+        # The last ones round all that may be rounded: where none of them fits, nothing does.
+        if not any(map(fitting, groups[-3:])):
+            return None
+        runs = chain.from_iterable(map(fitting, groups))
+        return next(filter(is_possible, runs), None)
 
     def _same_training(self) -> Iterator[list[Setting]]:
         """Yield groups of settings that train the same, those with fewer settings first.
@@ -119,10 +130,7 @@ class Search:
             yield [together(pair) for pair in product(anywhere, group)]
 
     def fewest_nodes(self) -> Estimate | None:
-        """Return, by arithmetic, a mesh that holds a run on about the fewest nodes.
-
-        Layers keep their inputs alone: with all activations long rows fit on no number of nodes.
-        """
+        """Return, by arithmetic, a run that trains the same on about the fewest nodes."""
         nodes, most = self.plan.machine.nodes, _MOST_RANKS // self.plan.machine.ranks_per_node
         while nodes <= most:
             if mesh := self._on_nodes(nodes):
@@ -134,20 +142,10 @@ class Search:
         return None
 
     def _on_nodes(self, nodes: int) -> Estimate | None:
-        """Return the fastest mesh that fits on this number of nodes."""
+        """Return the fastest run that fits on this number of nodes."""
         plan = replace(self.plan, machine=replace(self.plan.machine, nodes=nodes))
-        is_lean = plan.layout.keeps_inputs_alone
-        kept = {} if is_lean else {"model.activation_checkpointing": "full"}
-        return Search(plan, self.simulations, self._may_change)._by_arithmetic(kept)
-
-    def _by_arithmetic(
-        self, values: Mapping[str, Any], slowest_s: float = math.inf
-    ) -> Estimate | None:
-        """Return the fastest mesh that fits with a margin, since no step is simulated."""
-        limit = _MARGIN * self.plan.machine.memory_bytes
-        fitting = (mesh for mesh in self._estimates(values, "") if mesh.peak_bytes <= limit)
-        fast = (mesh for mesh in fitting if mesh.floor_s <= slowest_s)
-        return next(filter(self._can_be_cut, fast), None)
+        search = Search(plan, self.simulations, self._may_change)
+        return search.fastest_by_arithmetic(self._can_be_cut)
 
     def _try(
         self,
