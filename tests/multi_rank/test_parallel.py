@@ -275,8 +275,7 @@ def test_layers_computed_again_change_no_number(how, sharp, expected, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "glm"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", "none"), ("glm", "selective")])
 def test_compiled_layers_are_compiled_and_change_no_number(
     family, checkpointing, sharp, expected, tmp_path
 ):
