@@ -9,13 +9,15 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.faults import ALWAYS, Fault, fails, run_with
-from helpers.ranks import on_nodes, on_ranks, run_script
+from helpers.ranks import on_nodes, on_ranks, run_script, world_of
 from helpers.small_runs import (
     CONSTANT,
     SETTINGS,
@@ -27,7 +29,9 @@ from helpers.small_runs import (
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.export.listing import listing_json, read_listing
+from shardtune.checkpoint.run_dir import RunDir
 from shardtune.training import evaluate
 
 KEEP_BEST = (
@@ -82,6 +86,17 @@ def best_steps(folder: Path) -> list[int]:
 def model_files(directory: Path) -> dict[str, str]:
     """All but where the weights are from."""
     return {name: d for name, d in digests(directory).items() if name != "export.json"}
+
+
+def test_each_lower_loss_is_the_best_and_none_that_is_not_a_number():
+    live: Any = SimpleNamespace(n_bytes=0, write=lambda *_: "")
+    best = Best(RunDir(Path("unwritten"), [0], None), live, world_of(0, 1, dist.HashStore()))
+    losses = [math.nan, 3.0, 2.0, math.nan, 2.0, 2.5, math.inf, 1.5]
+    evaluations: Any = [
+        {"step": step, "loss": loss, "perplexity": 1.0, "tokens": 1}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    assert [each["step"] for each in map(best.offer, evaluations) if each] == [2, 3, 8]
 
 
 @pytest.mark.full

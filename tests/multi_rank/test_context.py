@@ -32,11 +32,15 @@ from shardtune.model.documents.attention_choice import choose_attention
 RATES = [1e-3] * 4
 MAX_NORM = 0.5
 WINDOWS = ("gpt_oss", "gemma3_text")
+THREE_KEY_HEADS = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
 VARIANTS = {
     "llama_of_4": ("llama", {"num_key_value_heads": 4}),
     "tied_llama": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama_with_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "glm_with_norms": ("glm4_moe", {"use_qk_norm": True}),
+    "llama": ("llama", THREE_KEY_HEADS),
+    # Sinks. All experts take each token: rounding sends none to another one.
+    "gpt_oss_of_2": ("gpt_oss", THREE_KEY_HEADS | {"num_local_experts": 2}),
 }
 ROWS = {"true": 8, "false": 16}  # of a step, by data.packing
 
@@ -68,7 +72,7 @@ FULL, SELECTIVE, NONE = (
 )
 APART = "data.packing=false"
 CASES: list[Case] = [
-    ("llama", Mesh(2, 2), Mesh(4, 4), FULL),  # three key heads for two ranks, and for four
+    ("gpt_oss_of_2", Mesh(2, 2), Mesh(4, 4), FULL),  # three key heads for two ranks, and for four
     ("glm4_moe", Mesh(4, 1, 4, tensor=2), Mesh(4, 1, tensor=2), SELECTIVE),
 ]
 MATRIX: list[Case] = [
@@ -85,6 +89,7 @@ MATRIX: list[Case] = [
     ("gemma3_text", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
     ("llama_with_biases", Mesh(2, 1, tensor=2), Mesh(4, 1, tensor=2), FULL),
     ("gpt_oss", Mesh(4, 2, 2), Mesh(2, 1), [APART]),  # sinks and windows
+    ("llama", Mesh(2, 2), Mesh(4, 4), FULL),
     ("llama", Mesh(4, 2), Mesh(2, 1), [APART]),
     ("llama", Mesh(4, 2, 1, 4), Mesh(4, 4, 1, 2), SELECTIVE),
     ("llama", Mesh(4, 2, stages=2), Mesh(4, 4), FULL),
@@ -107,8 +112,7 @@ def build(family: str) -> Any:
         return moe_families.build(kind, **more)
     if family in WINDOWS:
         return packing_families.build(family)
-    more = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
-    return moe_families.build(family, **more if family == "llama" else {})
+    return moe_families.build(family)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +157,7 @@ def test_shared_rows_equal_one_record_at_a_time(
     perplexity = plain_perplexity(models(family), encoded)
     assert baseline["perplexity"] == pytest.approx(perplexity, rel=1e-6)
     assert_same_weights(tmp_path / "run", expected)
-    heads = 12 if family == "llama" else 4
+    heads = 12 if family in ("llama", "gpt_oss_of_2") else 4
     for log, mesh in zip(logs, (first, second), strict=True):
         shared = f"Rows: each shared by {mesh.context} ranks, {heads // mesh.context} of {heads}"
         cut = f"Rows: each shared by {mesh.tensor} ranks, which cut the matrices of each layer in "

@@ -59,7 +59,7 @@ def test_a_verdict_says_what_is_tight_and_what_compiled_layers_save():
 def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
     with_layers(LLAMA, 2).save_pretrained(tmp_path)
     given = ["plan", "--config", str(CONFIG), f"model.path={tmp_path}", f"run.dir={tmp_path}"]
-    given += ["--gpus-per-node", "2", "--nodes", "1", "--tokens", "1e6", "--price", "2"]
+    given += ["--gpus-per-node", "2", "--nodes", "3", "--tokens", "1e6", "--price", "2"]
     said = []
     for machine in (["--gpu", "rtx 4090"], ["--gpu", "h100", "--gpu-memory", "24"]):
         assert run([*given, *machine]) == 0
@@ -75,7 +75,7 @@ def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
     assert re.search(r"The run takes at least .* steps, 1,000,000 tokens\n", said[0])
     (hours,) = re.findall(r"^The run takes at least \S+ h, about (\S+) h: ", said[0], re.M)
     (cost,) = re.findall(r"^At 2 a GPU hour that costs about (\S+), for ", said[0], re.M)
-    assert float(cost) == pytest.approx(2 * 2 * float(hours), rel=0.02), "of two GPUs"
+    assert float(cost) == pytest.approx(2 * 6 * float(hours), rel=0.02), "of six GPUs"
     by_arithmetic, verdict_, *_ = said[0].splitlines()
     assert by_arithmetic.startswith("By arithmetic the run fits: ") and verdict_.startswith(
         "The run fits"

@@ -309,12 +309,13 @@ def test_a_sample_stands_for_as_many_records_as_are_read(suffix, models, tmp_pat
     given = [f"model.path={models['llama']}", "data.max_length=64", "data.packing=false"]
     given += ["data.overflow=truncate", "data.eval=null", "train.epochs=1"]
     given += ["train.micro_batch_size=1", "train.gradient_accumulation_steps=2"]
-    for most, records_read in ((1200, 1200), ("null", 3000)):
-        source = f"data.train=[{{path: {data}, max_records: {most}}}]"
+    for most, weight, records_read in ((1200, 1, 1200), ("null", 0.5, 1500)):
+        source = f"data.train=[{{path: {data}, max_records: {most}, weight: {weight}}}]"
         config = load_config(CONFIG, [*given, source], {})
         found = run_length(config, Layout.of(config, 2))
         assert isinstance(found, RunLength) and not found.is_counted
         assert found.steps == pytest.approx(records_read / 4, rel=0.02)
+        assert found.tokens == pytest.approx(records_read * 64, rel=0.02)
 
 
 def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path):

@@ -41,7 +41,7 @@ WIDE = LlamaConfig(
     **LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
 )
 MACHINE = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
-COST = ["--tokens", "1e9", "--price", "2"]
+COST = ["--tokens", "1e9", "--price", "2", "--gpus-per-node", "2"]
 SCRIPT = """
 import json, sys
 from shardtune.__main__ import run
@@ -90,12 +90,12 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
         capsys.readouterr().out.splitlines()
     )
     assert (title, simulated, again) == ("By arithmetic, roughly:", "Simulated:", head)
-    assert [line.split()[2:4] for line in rough] == [["weights", "no"], ["tight", "2.2"]]
+    assert [line.split()[2:4] for line in rough] == [["weights", "no"], ["tight", "2.9"]]
     assert head.split()[:3] == ["nodes", "trains", "fits"]
     assert whole.split() == ["1", "all", "weights", "no", *"-------"]
     assert "hours, about  price, about  settings" in head
     _, _, _, _, about, _, _, hours, price, *_ = adapters.split()
-    assert float(price.replace(",", "")) == pytest.approx(2 * float(hours), rel=0.01)
+    assert float(price.replace(",", "")) == pytest.approx(2 * 2 * float(hours), rel=0.01)
     assert float(hours) == pytest.approx(1e9 / float(about.replace(",", "")) / 3600, rel=0.01)
     assert (
         adapters.split()[:3] == ["1", "LoRA", "tight"] and 1.3 < float(adapters.split()[3]) <= 3.3

@@ -56,26 +56,38 @@ def test_a_device_has_the_card_of_its_words(device, card):
 
 
 def test_figures_are_those_of_the_data_sheets():
-    """Dense TFLOP/s in bfloat16, TB/s and GB."""
+    """Dense TFLOP/s in bfloat16, TB/s and GB; NVLink in both directions, GB/s, and how the host is
+    reached: PCIe of a version, which reaches 25 and 50 GB/s, or a Grace, in both directions."""
     sheets = {
-        "H100": (989, 3.35, 80),
-        "H200": (989, 4.8, 141),
-        "B200": (2250, 8.0, 180),
-        "A100-80": (312, 2.039, 80),
-        "A100-40": (312, 1.555, 40),
-        "L40S": (362, 0.864, 48),
-        "A10": (125, 0.600, 24),
-        "RTX 4090": (165.2, 1.008, 24),
-        "RTX 5090": (209.5, 1.792, 32),
-        "RTX 6000 Ada": (364.2, 0.960, 48),
+        "A10": (125, 0.600, 24, 0, 4),
+        "A10G": (70, 0.600, 24, 0, 4),
+        "A40": (149.7, 0.696, 48, 0, 4),
+        "A100-40": (312, 1.555, 40, 600, 4),
+        "A100-80": (312, 2.039, 80, 600, 4),
+        "A100-40 PCIe": (312, 1.555, 40, 0, 4),
+        "A100 PCIe": (312, 1.935, 80, 0, 4),
+        "L4": (121, 0.300, 24, 0, 4),
+        "L40S": (362, 0.864, 48, 0, 4),
+        "H100": (989, 3.35, 80, 900, 5),
+        "H100 PCIe": (756, 2.0, 80, 0, 5),
+        "H100 NVL": (835, 3.9, 94, 0, 5),
+        "H200": (989, 4.8, 141, 900, 5),
+        "H200 NVL": (835, 4.8, 141, 0, 5),
+        "GH200": (989, 4.0, 96, 900, 900),
+        "B200": (2250, 8.0, 180, 1800, 5),
+        "B300": (2250, 8.0, 270, 1800, 5),
+        "GB200": (2500, 8.0, 186, 1800, 900),
+        "GB300": (2500, 8.0, 279, 1800, 900),
+        "RTX 3090": (71, 0.936, 24, 0, 4),
+        "RTX 4090": (165.2, 1.008, 24, 0, 4),
+        "RTX 5090": (209.5, 1.792, 32, 0, 5),
+        "RTX 6000 Ada": (364.2, 0.960, 48, 0, 4),
+        "RTX PRO 6000": (503.8, 1.792, 96, 0, 5),
     }
-    for name, (tflops, tb_per_s, memory_gb) in sheets.items():
-        card = CARDS[name]
+    assert sheets.keys() == CARDS.keys()
+    for name, (tflops, tb_per_s, memory_gb, nvlink, host) in sheets.items():
+        card, host_gb = CARDS[name], {4: 25, 5: 50}.get(host, host / 2)
         figures = card.flops_per_s / 1e12, card.bytes_per_s / 1e12, card.memory_bytes / 1e9
         assert figures == pytest.approx((tflops, tb_per_s, memory_gb)), name
-
-
-def test_cards_without_nvlink_have_the_rate_of_pcie_inside_a_node():
-    for name in ("RTX 4090", "L40S", "A10"):
-        assert CARDS[name].link_bytes_per_s == CARDS[name].host_bytes_per_s == 25e9
-    assert CARDS["H100"].link_bytes_per_s == 450e9
+        links = card.link_bytes_per_s / 1e9, card.host_bytes_per_s / 1e9
+        assert links == (nvlink / 2 or host_gb, host_gb), name

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from helpers.faults import DiskOs, Fault
-from helpers.thread_ranks import Run, save_steps
+from helpers.faults import DiskOs, Fault, fails
+from helpers.small_runs import names
+from helpers.thread_ranks import Run, on_threads, save_steps, thread_worlds
 
-from shardtune.checkpoint import durable_fs, saver
+from shardtune.checkpoint import agree_on_checkpoint, clear_leftovers, durable_fs, saver
+from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.slices import slices_to_write
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
@@ -53,3 +56,29 @@ def test_saves_leave_no_messages_in_the_store(tmp_path):
         run.finish()
         counts.append(store.num_keys())
     assert counts[1] == counts[2], "only the last one's are kept"
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_start_commits_on_a_disk_that_failed_or_goes_on_from_before(
+    failing, is_prepared, tmp_path, monkeypatch
+):
+    run_dirs = [tmp_path / f"disk{number}" for number in range(2)]
+    unnamed = Fault("rename", f"*/disk{failing}/*/.checkpoint_0000002.*", fails(errno.EIO))
+    monkeypatch.setattr(durable_fs, "os", DiskOs(unnamed))
+    with pytest.raises(RunFailed):
+        save_steps((1, 2), 2, run_dirs, keep=1)
+    if not is_prepared:
+        next(run_dirs[failing].glob("*/.checkpoint_0000002.*/COMPLETE")).unlink()
+
+    def start(world: World) -> Any:
+        run_dir = RunDir(run_dirs[world.rank], [0, 1], None)
+        checkpoint = agree_on_checkpoint(run_dir, "auto", world)
+        clear_leftovers(run_dir, checkpoint, world)
+        return checkpoint and checkpoint.step
+
+    assert on_threads(thread_worlds(2), start) == [2 if is_prepared else 1] * 2
+    for number, run_dir in enumerate(run_dirs):
+        of_2 = [] if number == failing else ["checkpoint_0000002.aside1"]
+        of_2 = ["checkpoint_0000002"] if is_prepared else of_2
+        assert names(run_dir / "checkpoints") == ["checkpoint_0000001", *of_2]

@@ -137,3 +137,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, saved, tmp_p
     if damage is not foreign_manifest:
         with pytest.raises(UserError, match=re.escape(named)):
             resumed_step(folder, str(newest))
+    for step in (1, 2):
+        shutil.rmtree(newest.with_name(f"checkpoint_000000{step}"))
+    with pytest.raises(UserError):  # a start anew would lose it
+        resumed_step(folder)

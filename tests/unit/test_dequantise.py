@@ -51,7 +51,9 @@ EVEN: dict[str, tuple[torch.Tensor, torch.Tensor, list[int] | None]] = {
     "bfloat16 scales": (fp8(12, 20), torch.rand(3, 4).bfloat16(), [4, 5]),
     "exponents in bytes": (fp8(12, 20), EXPONENTS, [4, 5]),
     "exponents": (fp8(12, 20), EXPONENTS.view(torch.float8_e8m0fnu), [4, 5]),
-    "another block than config.json has": (fp8(12, 20), torch.rand(3, 4), [128, 128]),
+    "other blocks than config.json has": (fp8(12, 20), torch.rand(3, 4), [128, 128]),
+    "blocks of other rows": (fp8(12, 20), torch.rand(3, 4), [128, 5]),
+    "blocks of other columns": (fp8(12, 20), torch.rand(3, 4), [4, 128]),
     "stacked experts": (fp8(3, 12, 20), torch.rand(3, 3, 4), [4, 5]),
     "one scale": (fp8(12, 20), torch.rand(1)[0], None),
     "one scale for each expert": (fp8(3, 12, 20), torch.rand(3, 1, 1), None),
@@ -117,9 +119,12 @@ def test_a_box_in_mxfp4_is_as_transformers_dequantises_it(dtype, piece, tmp_path
     ("tensors", "problem"),
     [
         ({"a.weight": fp8(4, 4)}, "a.weight is quantised as F8_E4M3 without scales"),
-        (
-            {"a.weight": fp8(4, 4), "a.weight_scale_inv": torch.ones(3, 1)},
-            "a.weight is quantised as [3, 1] scales for [4, 4] values",
+        *(
+            (
+                {"a.weight": fp8(4, 4), "a.weight_scale_inv": torch.ones(sizes)},
+                f"a.weight is quantised as {sizes} scales for [4, 4] values",
+            )
+            for sizes in ([3, 1], [1, 3])
         ),
         (
             {"a.weight": fp8(4, 4), "a.weight_scale_inv": torch.ones(2, 1, dtype=torch.int32)},

@@ -110,9 +110,10 @@ def test_a_single_source_has_the_order_that_runs_had_before_there_were_several(
     assert (schedule.total_steps, total.hexdigest()) == (steps, digest)
 
 
+@pytest.mark.parametrize("weights", [("0.35", "1.3"), ("1", "0.5")])
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(packing, tmp_path):
-    sources = [("0.35", 60), ("1.3", 45)]
+def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(packing, weights, tmp_path):
+    sources = [*zip(weights, (60, 45), strict=True)]
     dataset = mixture(tmp_path, sources)
     given = RUN | {"packing": packing, "epochs": 4, "weights": weights_of(sources)}
     whole = Schedule(dataset, **given)

@@ -129,7 +129,7 @@ def test_a_file_in_a_form_that_holds_no_records_is_refused_once(tmp_path, name, 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "jsonl.gz", "csv.zst", "json.gz"])
 def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path, suffix):
-    """The share of the data that is read, which the log and the plan use."""
+    """The share of the data that is read, which the log and the plan use. Or only the first."""
     texts = [f"{i:09}" * 9 for i in range(1100)]
     lines = [json.dumps({"text": text}) for text in texts]
     content = "\n".join(["text", *texts] if "csv" in suffix else lines)
@@ -143,6 +143,9 @@ def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path, suffix):
     parts = [chunk.n_bytes for chunk in source.chunks()]
     assert len(parts) == 3 and min(parts) >= 0
     assert abs(sum(parts) - source.n_bytes) <= 1
+    for most in (1, 511, 512, 513, 1024, 1099, 1100, 2000):
+        chunks = replace(source, max_records=most).chunks()
+        assert [row["text"] for chunk in chunks for row in chunk.parse()] == texts[:most]
 
 
 def test_a_codec_that_pyarrow_lacks_is_refused_with_the_command(tmp_path, monkeypatch):
