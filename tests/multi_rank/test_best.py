@@ -124,8 +124,12 @@ def test_the_best_model_is_the_export_of_its_step(folder, tmp_path):
     # Steps that are repeated leave the same record, and write nothing. Other numbers in them, as
     # after a change of settings, leave the better model and the line that belongs to it.
     before, older = best.stat().st_ino, checkpoint(folder / "run", 4)
-    shutil.rmtree(checkpoint(folder / "run", 6))
-    shutil.rmtree(checkpoint(folder / "run", 5))
+
+    def forget_the_last_steps() -> None:
+        for step in (5, 6):
+            shutil.rmtree(checkpoint(folder / "run", step))
+
+    forget_the_last_steps()
     for repeated, more in ((losses, []), (losses | {5: 1.75}, [f"run.resume={older}"])):
         done = on_ranks(2, train_with, repeated, [*arguments, *more], cwd=folder)
         assert done.returncode == 0 and "Saved the best" not in done.stdout, done.stderr
@@ -134,6 +138,7 @@ def test_the_best_model_is_the_export_of_its_step(folder, tmp_path):
         ) in done.stdout
         assert best_steps(folder) == [1, 2, 5] and best.stat().st_ino == before
     assert read_listing(best)["loss"] == read_metrics(folder / "run", "best")[-1]["loss"] == 1.5
+    forget_the_last_steps()
     done = on_ranks(1, train_with, losses | {5: 1.75, 6: 1.25}, [*arguments, *more], cwd=folder)
     assert done.returncode == 0 and best_steps(folder) == [1, 2, 5, 6], done.stderr
     assert read_listing(best)["step"] == 6
