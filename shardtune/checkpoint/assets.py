@@ -117,13 +117,14 @@ def _declared_stops(assets: Mapping[str, bytes]) -> list[int]:
 
 def with_template(assets: Mapping[str, bytes], template: str) -> dict[str, bytes]:
     """Return the files with this chat template wherever they have one, or in a file of its own."""
-    changed = {}
+    written = {}
     for name, content in assets.items():
         if name.startswith("chat_template") and name.endswith(".jinja"):
-            changed[name] = template.encode()
+            written[name] = template.encode()
         elif name.endswith(_WITH_TEMPLATE) and "chat_template" in (values := json.loads(content)):
-            changed[name] = _dump(values | {"chat_template": template})
-    return {**assets, **(changed or {_TEMPLATE: template.encode()})}
+            is_other = values["chat_template"] != template
+            written[name] = _dump(values | {"chat_template": template}) if is_other else content
+    return {**assets, **(written or {_TEMPLATE: template.encode()})}
 
 
 def without_announcements(config_json: bytes) -> tuple[bytes, list[str]]:

@@ -18,7 +18,7 @@ from shardtune.checkpoint.manifest import (
     open_checkpoint,
     step_of,
 )
-from shardtune.checkpoint.run_dir import BEST, LEFT_BY_A_RUN, MODELS, RunDir
+from shardtune.checkpoint.run_dir import EXPORTED, LEFT_BY_A_RUN, MODELS, RunDir
 from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_few
@@ -35,27 +35,31 @@ def agree_on_checkpoint(
     resume: str,
     world: World,
     require_settings: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    beginning: str | None = None,
 ) -> Checkpoint | None:
     """Choose the checkpoint to resume from. Collective.
 
     `resume` is `auto` for the newest one in run.dir whose bytes all match their digests, `never`
-    for none, or a checkpoint's directory, in which a run begins: where run.dir holds a run that has
-    begun there, it goes on as with `auto`. `require_settings` refuses a checkpoint before its bytes
-    are read. Each file is read by one of the ranks that see it. The reasons against newer
-    checkpoints are logged. One that is prepared on all disks but not committed is committed now.
+    for none, or a checkpoint's directory, in which a run begins. Where the newest one in run.dir is
+    of a run with the same `beginning`, it goes on as with `auto`. `require_settings` refuses a
+    checkpoint before its bytes are read. Each file is read by one of the ranks that see it. The
+    reasons against newer checkpoints are logged. One that is prepared on all disks but not
+    committed is committed now.
 
     Raises:
         UserError: on every rank, if there are checkpoints and none can be used.
     """
-    if resume == "never":
+    if resume == "never" and beginning is None:
         return None
     own = _committed_and_prepared(run_dir.checkpoints)
     candidates, rejected = _candidates(own, False, run_dir, world)
     begun = _open(candidates[0], run_dir, world) if candidates and resume != "auto" else None
     is_named = resume != "auto"  # by the user
-    if begun and begun.state["config"]["run"].get("resume") == resume:
+    if begun and beginning is not None and begun.state.get("beginning") == beginning:
         is_named = False
-        logger.info(f"run.resume={resume}: the run that began there goes on")
+        logger.info(f"run.resume={resume}: this is a restart, and the run that has begun goes on")
+    elif resume == "never":
+        return None
     if is_named:
         candidates, rejected = _candidates([Path(resume)], is_named, run_dir, world)
     is_loss = is_named or bool(rejected)  # a save that never ended loses nothing
@@ -188,7 +192,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     is_of_this_run = any(world.all_gather_json(any(map(is_part, entries))))
 
     def clear() -> Iterable[Path]:
-        models = [run_dir.path / BEST, *_step_models(run_dir)]
+        models = [*(run_dir.path / name for name in EXPORTED), *_step_models(run_dir)]
         unfinished = [entry for entry in entries if _is_unfinished(entry, resumed)]
         unfinished += filter(Path.exists, map(durable_fs.unfinished, models))
         if unfinished:

@@ -17,7 +17,8 @@ ADAPTER, BEST = "adapter", "best"  # exported models beside `model`
 MODELS, COMMANDS = "models", "commands"  # of steps, and the output of commands that score them
 # What a run leaves beside checkpoints and MODELS, which may hold models of the user's too. A run
 # that is not its continuation moves it aside.
-LEFT_BY_A_RUN = (METRICS, "model", ADAPTER, BEST, COMMANDS)
+EXPORTED = ("model", ADAPTER, BEST)
+LEFT_BY_A_RUN = (METRICS, *EXPORTED, COMMANDS, "tensorboard", "profile")
 _LOCK_WAIT_S = 10  # the processes of a run that was just killed may take this long to end
 
 

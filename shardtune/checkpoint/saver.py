@@ -207,6 +207,10 @@ class Saver:
             reports, self._kinds, self._tied_weights, state, self._hosts, self._world
         )
 
+    def to_be_saved(self) -> int:
+        """Return the bytes of the next checkpoint, and of one that is being written."""
+        return self.disk_bytes * (2 if self._thread and self._thread.is_alive() else 1)
+
     def finish(self) -> Checkpoint:
         """Wait for the current save, and open it.
 

@@ -427,7 +427,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     for key, source in sources.items():
         problems += _source_problems(source, sums[key], data)
     if not problems:
-        problems = _unmatched_roles(data, writers.values() if holds_out else [writers["train"]])
+        problems = _unmatched_roles(data, writers.values())
     if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
         spec = sources["train", 0].spec
         n_records = sum(each.n_records for each in sums.values())
@@ -484,7 +484,7 @@ def _unmatched_roles(data: DataConfig, writers: Iterable[_SetWriter]) -> list[st
     keys = [key for writer in writers for key in writer.outcomes]
     found = sorted({role for outcome, role, _ in keys if outcome is Outcome.ROLE})
     return [
-        f"data.roles.{role}: no record of data.train has this role - name one that they have: "
+        f"data.roles.{role}: no record has this role - name one that they have: "
         f"{first_few(found, 10) or 'none'}"
         for role in data.roles.keys() - found
     ]

@@ -46,8 +46,7 @@ def run(main: Callable[[], None]) -> None:
         lost_connection = _is_of_a_connection(ending.__cause__)
         may_restart = not isinstance(ending, Aborted)
         failure = Failure(ending.code, ending.problems, lost_connection, may_restart)
-        # Before they have met, all ranks of this node have the same signal.
-        is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
+        is_shared = True
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             raise
@@ -87,15 +86,15 @@ def _start_record() -> None:
 
 
 def _print_lines(lines: list[str], is_shared: bool) -> None:
-    if not (is_shared and _another_rank_has_spoken()):
+    if lines and (not _another_rank_has_spoken() or not is_shared):
         print_errors(*lines)
 
 
 def _another_rank_has_spoken() -> bool:
     """Return whether another rank of this node was here before.
 
-    torchrun ends all ranks when one has ended, so the first one speaks. It gives the ranks of a
-    node a folder for each attempt.
+    torchrun ends all ranks by a signal when one has ended, so the first one speaks for them. It
+    gives the ranks of a node a folder for each attempt.
     """
     if not (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return os.environ.get("LOCAL_RANK", "0") != "0"

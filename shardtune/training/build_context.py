@@ -78,7 +78,7 @@ def build_train_context(
         LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
     )
     best, command, step_export = open_exports(
-        run, live, saver.disk_bytes, metrics, schedule, bool(data.eval)
+        run, live, saver.to_be_saved, metrics, schedule, bool(data.eval)
     )
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
@@ -218,7 +218,7 @@ def take_over_metrics(run: Run) -> None:
 def open_exports(
     run: Run,
     live_model: Callable[[], LiveModel],
-    checkpoint_bytes: int,
+    to_be_saved: Callable[[], int],
     metrics: Metrics,
     schedule: Schedule,
     has_eval_data: bool,
@@ -238,7 +238,7 @@ def open_exports(
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
             in_use = command.models_in_use
-            models = StepModels(run.directory, live, checkpoint_bytes, keep, in_use, world)
+            models = StepModels(run.directory, live, to_be_saved, keep, in_use, world)
     return best, command, StepExport(models, command, schedule, every)
 
 

@@ -20,10 +20,9 @@ from shardtune.checkpoint.assets import (
 from shardtune.checkpoint.export.model_files import require_exportable, require_index
 from shardtune.config import Config
 from shardtune.data import dataset
-from shardtune.data.dataset import read_chat_template
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
-from shardtune.errors import all_of
+from shardtune.errors import UserError, all_of
 from shardtune.log import logger
 from shardtune.model.build import require_trainable
 from shardtune.model.documents.attention_check import require_documents_apart
@@ -36,6 +35,8 @@ from shardtune.model.tensor_parallel import require_separable
 from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run
+
+_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
@@ -60,8 +61,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     world.require_same({what: revision}, "fetch one revision, or name a directory")
-    stops = world.on_rank0(lambda: _read_stops(config))
-    assets = world.run_on_all_ranks(lambda: _read_assets(config, stops))
+    stops, template = world.on_rank0(lambda: _read_ends_and_template(config))
+    assets = world.run_on_all_ranks(lambda: _read_assets(config, stops, template))
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
@@ -80,13 +81,22 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     return model_config, assets
 
 
-def _read_stops(config: Config) -> list[int]:
-    """Return the tokens with which training ends texts and turns."""
+def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
+    """Return the tokens with which training ends texts and turns, and its chat template.
+
+    The template is None where there is none, or several by name.
+    """
     encoder = dataset.build_encoder(config.model.path, config.data, datetime.date.today())
-    return encoder.stop_token_ids
+    template = encoder.tokenizer.chat_template
+    if isinstance(template, dict) and (_folder_of(config.model.path) / _NAMED_TEMPLATES).is_dir():
+        raise UserError(
+            f"model.path={config.model.path}: {_NAMED_TEMPLATES}/ has the templates "
+            f"{', '.join(template)}, of which an export has none - name one with data.chat_template"
+        )
+    return encoder.stop_token_ids, template if isinstance(template, str) else None
 
 
-def _read_assets(config: Config, stops: list[int]) -> dict[str, bytes]:
+def _read_assets(config: Config, stops: list[int], template: str | None) -> dict[str, bytes]:
     """Return the files beside the weights, with the chat template and the stops of training."""
     source = model_assets(_folder_of(config.model.path))
     assets = with_stops(source, stops)
@@ -95,9 +105,7 @@ def _read_assets(config: Config, stops: list[int]) -> dict[str, bytes]:
             f"Stop tokens: generation_config.json of exported models names {stops}, with which "
             "training ends texts; by that of the source generate() would go on behind some"
         )
-    if config.data.chat_template:
-        assets = with_template(assets, read_chat_template(config.data.chat_template))
-    return assets
+    return with_template(assets, template) if template else assets
 
 
 def _read_trainable(config: Config, world: World) -> PretrainedConfig:

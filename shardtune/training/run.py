@@ -27,6 +27,7 @@ from shardtune.log import logger
 from shardtune.run_files import METRICS
 from shardtune.training.states.reshard import ReshardPolicy
 
+_COUNTS_OF_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _RESTARTERS = {"KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID"}
 
 
@@ -39,6 +40,7 @@ class Run:
     directory: RunDir
     resumed: Checkpoint | None
     date: datetime.date  # the run's first start, for chat templates that print the date
+    beginning: str  # the checkpoint's directory in which it has begun, else its job
 
     @property
     def resumed_step(self) -> int | None:
@@ -58,26 +60,45 @@ def open_run(config: Config, world: World) -> Run:
     world.require_same(shared_settings(config), "start every node with the same configuration")
     directory = open_run_dir(Path(config.run.dir), world)
     require_settings = partial(resume_rules.require_allowed_settings, config=config)
-    resumed = agree_on_checkpoint(directory, _where_to_begin(config), world, require_settings)
+    beginning = _beginning(config)
+    resumed = agree_on_checkpoint(directory, config.run.resume, world, require_settings, beginning)
     if resumed:
         resume_rules.log_changes(resumed, config, world)
+        if config.run.resume in ("auto", "never"):
+            beginning = resumed.state.get("beginning")
     today = datetime.date.today().isoformat()
     date = world.on_rank0(lambda: resumed.state["date"] if resumed else today)
-    return Run(config, world, directory, resumed, datetime.date.fromisoformat(date))
+    return Run(
+        config,
+        world,
+        directory,
+        resumed,
+        datetime.date.fromisoformat(date),
+        _job() if beginning is None else beginning,
+    )
 
 
-def _where_to_begin(config: Config) -> str:
-    """Return `run.resume`; `never` is for starts by a person."""
-    if config.run.resume == "never":
-        if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-            logger.info("run.resume=never: Slurm has requeued the job, so the run goes on")
-            return "auto"
-        for variable in _RESTARTERS & os.environ.keys():
-            logger.warning(
-                f"run.resume=never: {variable} is set, and each restart by what sets it begins "
-                "anew - leave run.resume out, and the run goes on"
-            )
-    return config.run.resume
+def _job() -> str:
+    """Return the job, which keeps its name where Slurm or torchrun starts it again."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _beginning(config: Config) -> str | None:
+    """Return where the run begins, by which a restart knows it; None where it shall begin anew.
+
+    `run.resume=never` is for starts by a person.
+    """
+    if config.run.resume != "never":
+        return _job() if config.run.resume == "auto" else f"{Path(config.run.resume).absolute()}"
+    restarts = (os.environ.get(name, "0") for name in _COUNTS_OF_RESTARTS)
+    if any(count != "0" for count in restarts):
+        return _job()
+    for variable in _RESTARTERS & os.environ.keys():
+        logger.warning(
+            f"run.resume=never: {variable} is set, and each restart by what sets it begins "
+            "anew - leave run.resume out, and the run goes on"
+        )
+    return None
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
@@ -108,6 +129,7 @@ def state_of_run(
             [name, int(r), int(t)] for name, r, t in zip(names, records, tokens, strict=True)
         ],
         "date": run.date.isoformat(),
+        "beginning": run.beginning,
         "data": data.key,
         "config": to_dict(run.config),
         "model": resume_rules.model_settings(model_config),

@@ -128,8 +128,12 @@ def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(folder, 
     assert not [*folder.glob("runs/**/tokenizer_notes.txt")]
 
 
-def test_an_export_stops_and_speaks_as_it_was_trained(folder, models):
-    """As others open it: transformers, and llama.cpp's converter."""
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_export_stops_and_speaks_as_it_was_trained(is_given, folder, models):
+    """As others open it: transformers, and llama.cpp's converter.
+
+    The template is given, or lies beside others that transformers does not read.
+    """
     source = Path(shutil.copytree(models["llama"], folder / "source"))
     old = {"chat_template": (source / "chat_template.jinja").read_text(encoding="utf-8")}
     (source / "chat_template.jinja").unlink()
@@ -143,8 +147,10 @@ def test_an_export_stops_and_speaks_as_it_was_trained(folder, models):
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         file.write_text(json.dumps(before | values), encoding="utf-8")
     own = old["chat_template"] + "{# our own #}"
-    (folder / "own.jinja").write_text(own, encoding="utf-8")
-    given = ["model.path=source", "export.final=true", "data.chat_template=own.jinja"]
+    given = ["model.path=source", "export.final=true"]
+    given += ["data.chat_template=own.jinja"] * is_given
+    file = folder / "own.jinja" if is_given else source / "chat_template.jinja"
+    file.write_text(own, encoding="utf-8")
     said = finish(train(1, *STILL, *given, cwd=folder))
     assert said.count("Stop tokens: generation_config.json of exported models names [1, 0]") == 1
     out = folder / "runs/config/model"
@@ -154,6 +160,17 @@ def test_an_export_stops_and_speaks_as_it_was_trained(folder, models):
     assert AutoTokenizer.from_pretrained(out).chat_template == own
     for name in ("tokenizer_config.json", "chat_template.json"):
         assert json.loads((out / name).read_text(encoding="utf-8"))["chat_template"] == own
+
+
+def test_templates_in_a_folder_of_their_own_are_exported_by_name_alone(folder, models):
+    source = Path(shutil.copytree(models["llama"], folder / "source"))
+    (source / "additional_chat_templates").mkdir()
+    named = source / "additional_chat_templates/tool_use.jinja"
+    named.write_text(TEMPLATE, encoding="utf-8")
+    done = train(1, *STILL, "model.path=source", cwd=folder)
+    assert done.returncode == 2 and "data.chat_template" in done.stderr
+    finish(train(1, *STILL, "model.path=source", f"data.chat_template={named}", cwd=folder))
+    assert AutoTokenizer.from_pretrained(folder / "runs/config/model").chat_template == TEMPLATE
 
 
 def test_a_model_without_a_generation_config_is_exported_without_one(folder, models):

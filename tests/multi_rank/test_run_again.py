@@ -267,10 +267,14 @@ def run_with(environ: dict[str, str], arguments: list[str]) -> None:
 
 @pytest.mark.usefixtures("run_again")
 def test_what_restarts_by_itself_goes_on_or_says_that_it_begins_anew(tmp_path):
-    given = ["--config", "config.yaml", *settings("run.resume=never", "train.max_steps=4")]
-    requeued = {"SLURM_RESTART_COUNT": "1"}
-    said = finish(on_ranks(1, run_with, requeued, given, cwd=tmp_path))
-    assert "Resumed from checkpoint_0000003\n" in said and "Moved aside" not in said
+    given = ["--config", "config.yaml", *settings("run.resume=never", "train.max_steps=5")]
+    for steps, name in (4, "SLURM_RESTART_COUNT"), (5, "TORCHELASTIC_RESTART_COUNT"):
+        restarted, more = {name: "1"}, f"train.max_steps={steps}"
+        said = finish(on_ranks(1, run_with, restarted, [*given, more], cwd=tmp_path))
+        assert "Resumed from checkpoint_" in said and "Moved aside" not in said
+    another = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "8"}  # which had not yet begun
+    said = finish(on_ranks(1, run_with, another, given, cwd=tmp_path))
+    assert "Resumed" not in said and "Moved aside" in said
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "SLURM_RESTART_COUNT": "0"}
     said = finish(on_ranks(1, run_with, pod, given, cwd=tmp_path))
     assert "WARNING: run.resume=never: KUBERNETES_SERVICE_HOST is set" in said
@@ -300,8 +304,10 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path, run_again):
     from_it = ("run.dir=other", "run.resume=run/checkpoints/checkpoint_0000001")
     said = finish(run_again(*from_it, "train.max_steps=2", "export.final=false"))
     assert 'Changed since checkpoint_0000001: run.dir was "run", is "other"\n' in said
-    said = finish(run_again(*from_it))  # as what restarts does it
-    assert "Resumed from checkpoint_0000002\n" in said and "Moved aside" not in said
+    said = finish(run_again("run.dir=other"))  # as the agent restarts it
+    assert "Resumed from checkpoint_0000002\n" in said
+    said = finish(run_again(from_it[0], f"{from_it[1]}/"))  # as what starts the launch again does
+    assert "Finished: checkpoint_0000003" in said and "Moved aside" not in said
     assert steps_of(tmp_path / "other") == undisturbed[1:]
     assert digests(tmp_path / "run") == before
     assert names(tmp_path / "other") == [

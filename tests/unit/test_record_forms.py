@@ -174,14 +174,15 @@ def test_a_null_content_that_a_template_cannot_take_is_named(tmp_path):
     assert Run(model, write(tmp_path / "a.jsonl", [record])).texts()
 
 
-def test_a_role_that_no_record_to_train_has_is_refused(model, tmp_path):
+def test_a_role_that_no_record_has_is_refused(model, tmp_path):
     turns = [{"from": "customer", "value": "q"}, {"from": "gpt", "value": "a"}]
     shared = write(tmp_path / "a.jsonl", [{"conversations": turns}])
     ours = write(tmp_path / "b.jsonl", [chat("q")])
     roles = {"customer": "user"}
     Run(model, [{"path": str(ours)}, {"path": str(shared)}], roles=roles)
     Run(model, shared, eval=str(ours), roles=roles)
-    (said,) = problems_of(model, ours, eval=str(shared), roles=roles)
+    Run(model, ours, eval=str(shared), roles=roles)
+    (said,) = problems_of(model, ours, roles=roles)
     assert said.startswith("data.roles.customer: ") and "assistant, user" in said
     (said,) = problems_of(model, shared, roles=roles | {"agnet": "assistant"})
     assert said.startswith("data.roles.agnet: ") and "customer, gpt" in said

@@ -32,21 +32,22 @@ def is_step_model(folder: Path) -> bool:
 class StepModels:
     """Writes the models of steps, and keeps the newest of them. All methods are collective.
 
-    `checkpoint_bytes`: what a checkpoint takes of the disk of run.dir/checkpoints. `in_use` returns
-    on rank 0 the folders that a command reads, or waits for.
+    `to_be_saved` returns the bytes of the next checkpoint, and of one that is being written, on the
+    disk of run.dir/checkpoints. `in_use` returns on rank 0 the folders that a command reads, or
+    waits for.
     """
 
     def __init__(
         self,
         run_dir: RunDir,
         live: LiveModel,
-        checkpoint_bytes: int,
+        to_be_saved: Callable[[], int],
         keep: int,
         in_use: Callable[[], Iterable[Path]],
         world: World,
     ) -> None:
         self._run_dir, self._folder = run_dir, run_dir.path / MODELS
-        self._live, self._checkpoint_bytes, self._keep = live, checkpoint_bytes, keep
+        self._live, self._to_be_saved, self._keep = live, to_be_saved, keep
         self._in_use, self._world = in_use, world
 
     def write(self, step: int) -> Path | None:
@@ -69,14 +70,14 @@ class StepModels:
         return out
 
     def _lacking_room(self) -> str:
-        """Say why a model would take the room of the next checkpoint; empty where it does not."""
+        """Say why a model would take the room of a checkpoint; empty where it does not."""
         free, taken = durable_fs.free_bytes(self._folder), self._live.n_bytes
-        shares = durable_fs.share_disk(self._folder, self._run_dir.checkpoints)
-        if not shares or free - taken >= self._checkpoint_bytes:
+        shares, saved = durable_fs.share_disk(self._folder, self._run_dir.checkpoints), 0
+        if not shares or free - taken >= (saved := self._to_be_saved()):
             return ""
         return (
-            f"of {rounded_gb(free)} that are free it takes {rounded_gb(taken)}, and the next "
-            f"checkpoint {rounded_gb(self._checkpoint_bytes)}"
+            f"of {rounded_gb(free)} that are free it takes {rounded_gb(taken)}, and checkpoints "
+            f"{rounded_gb(saved)}"
         )
 
     def delete_old(self, step: int) -> None:
