@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers.ranks import world_of
 from helpers.thread_ranks import save_steps
 from torch import distributed as dist
 
-from shardtune.checkpoint import clear_leftovers, durable_fs
+from shardtune.checkpoint import Saver, clear_leftovers, durable_fs
 from shardtune.checkpoint.commit import SaveAttempt
 from shardtune.checkpoint.export.step_models import StepModels
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
@@ -52,8 +53,17 @@ def test_a_model_of_a_step_leaves_room_for_the_next_checkpoint(
     monkeypatch.setattr(durable_fs, "free_bytes", lambda _: free * GB)
     live: Any = SimpleNamespace(n_bytes=6 * GB, write=write)
     world = world_of(0, 1, dist.HashStore())
-    models = StepModels(RunDir(tmp_path, [0], None), live, 10 * GB, 1, list, world)
+    models = StepModels(RunDir(tmp_path, [0], None), live, lambda: 10 * GB, 1, list, world)
     assert bool(models.write(1)) == bool(written) == is_written
+
+
+def test_room_is_kept_for_a_save_under_way_and_the_next_one():
+    ended, saver = threading.Event(), SimpleNamespace(disk_bytes=GB, _thread=None)
+    assert Saver.to_be_saved(cast(Saver, saver)) == GB
+    saver._thread = threading.Thread(target=ended.wait)
+    saver._thread.start()
+    assert Saver.to_be_saved(cast(Saver, saver)) == 2 * GB
+    ended.set()
 
 
 def test_what_a_start_deletes_is_said(tmp_path, capsys):
@@ -68,12 +78,14 @@ def test_what_a_start_deletes_is_said(tmp_path, capsys):
         (directory / name / "part").write_bytes(bytes(100_000))
         if is_whole:
             (directory / name / "COMPLETE").touch()
+    (tmp_path / ".adapter.writing").mkdir()
     world = world_of(0, 1, dist.HashStore())
     run_dir = RunDir(tmp_path, [0], None)
     setup_logging(True, True)
     clear_leftovers(run_dir, None, world)
     said = capsys.readouterr().out
-    assert re.match(r"Deleted, .*: \.checkpoint_\S+, \.checkpoint_\S+ \(0.000.*", said)
+    assert re.match(r"Deleted, .*: \.checkpoint_\S+, \.checkpoint_\S+, \.adapter\S+ \(0.000", said)
+    assert not (tmp_path / ".adapter.writing").exists()
     assert [path.name for path in directory.iterdir()] == ["checkpoint_0000003.aside1"]
     clear_leftovers(run_dir, None, world)
     assert "Deleted" not in capsys.readouterr().out
