@@ -20,7 +20,8 @@ LIMIT_S = 12 * 60  # a test may begin: the last ones take a minute or two
 RECORD = Path(__file__).resolve().parent.parent / "long_tests.json"
 LEFT_OUT = f"left out, since {LIMIT_S // 60} minutes were over"
 NOT_RUN = f"in none of the last {PARTS} parts"
-_STARTED, _UNRUN = pytest.StashKey[float](), pytest.StashKey[set[str]]()
+_STARTED = pytest.StashKey[float]()
+_PART, _UNRUN = pytest.StashKey[set[str]](), pytest.StashKey[set[str]]()
 Run = dict[str, Any]
 
 
@@ -59,18 +60,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_STARTED], config.stash[_UNRUN] = time.monotonic(), set()
+    config.stash[_STARTED], config.stash[_PART], config.stash[_UNRUN] = (
+        time.monotonic(),
+        set(),
+        set(),
+    )
     with_run(0, [])  # a damaged record ends the command here
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("commits") % PARTS
-    unrun = not_run([item.nodeid for item in items], with_run(part, []))
-    if hasattr(config, "workeroutput"):  # a process that reports nothing
-        config.workeroutput["unrun"] = unrun
-    config.stash[_UNRUN].update(unrun)
+    *before, this = with_run(part, [])
+    unrun = not_run([item.nodeid for item in items], [*before, this])
+    # A machine that is too slow for a part would leave out the same ones each time.
+    first = {test for run in before if run["part"] == part for test in run["left_out"]}
     items[:] = [item for item in items if part_of(item.nodeid) == part]
+    items.sort(key=lambda item: item.nodeid not in first)
+    own = [item.nodeid for item in items]
+    if hasattr(config, "workeroutput"):  # a process that reports nothing
+        config.workeroutput |= {"unrun": unrun, "part": own}
+    config.stash[_UNRUN].update(unrun)
+    config.stash[_PART].update(own)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -80,7 +91,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[_UNRUN].update(getattr(node, "workeroutput", {}).get("unrun", []))
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[_UNRUN].update(output.get("unrun", []))
+    node.config.stash[_PART].update(output.get("part", []))
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
@@ -95,9 +108,11 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         terminalreporter.write_line(f"{title}: {len(tests) or 'none'}")
         for test in tests:
             terminalreporter.write_line(f"  {test}")
-    is_part = config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    chosen = (config.option.keyword, config.option.lf, config.getoption("stepwise"))
+    is_part = config.args_source != pytest.Config.ArgsSource.TESTPATHS or any(chosen)
     has_errors = any(each.when == "collect" for each in stats.get("error", []))
     if config.option.collectonly or is_part or has_errors or exitstatus not in (0, 1):
         return
-    runs = json.dumps(with_run(part, sorted(skipped)), indent=1)
+    ran = {each.nodeid for how in ("passed", "failed") for each in stats.get(how, [])}
+    runs = json.dumps(with_run(part, sorted(config.stash[_PART] - ran)), indent=1)
     RECORD.write_text(runs + "\n", encoding="utf-8")
