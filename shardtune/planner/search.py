@@ -44,7 +44,7 @@ _SLOW = 1.5  # ratio to the fastest mesh's step from which a run suggests that m
 _FASTER = 0.95  # a change must shorten a step at least to this share
 _MARGIN = 0.95  # share of the memory that a mesh may take by arithmetic alone
 _TRIAL_LAYERS = 4
-_MOST_RANKS = 1024
+_MOST_RANKS = 512
 _ROUNDING = {"model.master_dtype", "model.reduce_dtype", "optimizer.name"}
 
 

@@ -198,7 +198,6 @@ def nodes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, other
 
 
-@pytest.mark.full
 def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(nodes):
     """Node 0 writes no model of a higher loss, and a lower one takes the place of the other's."""
     a, b = nodes

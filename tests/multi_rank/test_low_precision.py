@@ -14,7 +14,7 @@ import torch.distributed as dist
 from conftest import read_metrics
 from helpers import moe_families
 from helpers.chats import write_jsonl
-from helpers.commands import finish
+from helpers.commands import finish, launch
 from helpers.documented import require_error_line
 from helpers.plain_training import save_new_model, settings, uneven_chats
 from helpers.ranks import config_for, on_ranks, run_script, train, train_until
@@ -287,3 +287,13 @@ def test_a_router_that_is_float32_by_its_class_has_masters_of_the_asked_dtype(to
         finish(train(2, *settings(model, data, run_dir, *more), cwd=tmp_path))
         losses[dtype] = [step["loss"] for step in read_metrics(run_dir, "step")]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
+
+
+def test_auto_is_bfloat16_where_the_cpu_computes_in_it(models, tmp_path):
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = settings(models["llama"], data, tmp_path / "run", "model.compute_dtype=auto")
+    given += ["train.max_steps=1", "export.final=false"]
+    (tmp_path / "config.yaml").touch()
+    has_it = {"TESTS_HAVE_BFLOAT16": "1"}
+    said = finish(launch(0, "--config", "config.yaml", *given, cwd=tmp_path, env=has_it))
+    assert "Precision: bfloat16 in forward and backward" in said

@@ -102,14 +102,16 @@ def sources(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_loading_gives_every_bit_of_plain_from_pretrained(ranks, sources, tmp_path):
-    configs = {name: config_for(path, tmp_path) for name, path in sources.items()}
+    """Alone, a rank would keep weights plain that it computes with as they are."""
+    other = "model.compute_dtype=bfloat16"
+    configs = {name: config_for(path, tmp_path, other) for name, path in sources.items()}
     for name, reports in built(configs, ranks, tmp_path / "out").items():
         plain = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.float32)
         total = sum(parameter.numel() for parameter in plain.parameters())
         for found, report in reports:
             assert_identical(found, every_tensor(plain))
             assert report["tied"] == (name == "llama")
-            assert report["sharded"] or ranks == 1  # alone, a rank keeps float32 weights plain
+            assert report["sharded"]
             assert report["training"]
             assert not report["use_cache"]
             assert not report["empty_experts"]

@@ -63,7 +63,7 @@ print(json.dumps({kind: distances_of(kind, names) for kind, names in given.items
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(0, len(FAMILIES), 10))
 def test_runs_are_exact_on_one_rank_on_two_and_in_stages(first):
-    """Of every second family: `python -m benchmarks models` runs all."""
+    """Of every second family: `python -m benchmarks runs` trains all."""
     given = {kind: runs_of(TRIED[kind]) for kind in FAMILIES[first : first + 10 : 2]}
     done = subprocess.run(
         [sys.executable, "-c", _TRAIN, json.dumps(given)],

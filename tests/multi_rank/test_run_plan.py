@@ -88,6 +88,9 @@ def test_a_run_with_a_slow_mesh_names_the_fastest_once(models, tmp_path):
         line,
     ), line
     check(said, tmp_path / "run", "bound from shapes", steps=3)
+    write_measured(tmp_path / "other", [2], "NVIDIA L4", figures)
+    said = finish(on_ranks(2, run_script, [*arguments, "run.dir=other"], cwd=tmp_path))
+    assert "\nMesh: " not in said, "these ranks are no such GPUs"
 
 
 @pytest.mark.full
