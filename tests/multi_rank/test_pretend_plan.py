@@ -44,8 +44,6 @@ CASES = [
     ("glm-4.5-air", 1, 80, [FULL, HOST]),
     ("llama-3-8b", 2, 80, [FULL, HOST, "parallel.replicate=2"]),
     ("llama-3-8b", 1, 80, [FULL, HOST, "parallel.stages=2"]),
-    # In eight tiles, without which it does not fit.
-    ("glm-4.5-air", 2, 80, ["lora.rank=16", "parallel.expert=8", FULL, "data.max_length=65536"]),
 ]
 
 
