@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource
 from shardtune.errors import UserError
+from shardtune.other_names import OURS
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
@@ -411,11 +412,16 @@ def _parse(text: str) -> Any:
 
 
 def _unknown(name: str, origin: str) -> str:
-    """Name the nearest section or key: `train.lr` is near `optimizer.lr`."""
+    """Name the key that another tool calls so, or the nearest: `train.lr` is `optimizer.lr`."""
     if name in SECTIONS:
         return f"{name} ({origin}) is a section - give values to its keys"
-    nearest, _ = _nearest(name, [*SECTIONS, *KEYS])
-    return f"{name} ({origin}) is not known - the nearest known one is {nearest}"
+    nearest, likeness = _nearest(name, [*SECTIONS, *KEYS])
+    remedy = "docs/configuration.md has all keys"
+    if likeness > _IS_LIKE:
+        remedy = f"the nearest known one is {nearest}"
+    if ours := OURS.get(name.lower().rpartition(".")[2]):
+        remedy = f"here that is {ours}"
+    return f"{name} ({origin}) is not known - {remedy}"
 
 
 def _nearest(name: str, known_names: Iterable[str]) -> tuple[str, float]:
