@@ -341,6 +341,12 @@ def test_a_value_that_is_used_or_is_the_default_is_not_remarked(tmp_path):
     assert remarks(load(tmp_path, *used, "lora.alpha=null", "lora.targets=all-linear")) == []
 
 
+def test_the_default_rate_is_remarked_where_adapters_are_trained(tmp_path):
+    (remark,) = remarks(load(tmp_path, "lora.rank=8"))
+    assert "optimizer.lr=0.0001" in remark
+    assert remarks(load(tmp_path, "lora.rank=8", "optimizer.lr=1e-5")) == []
+
+
 def test_an_option_may_stand_between_assignments(tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(MINIMAL, encoding="utf-8")
