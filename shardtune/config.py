@@ -16,6 +16,7 @@ from pydantic.config import JsonDict, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 
+LORA_LR = 1e-4  # ten times the default, as in Schulman et al., LoRA Without Regret (2025)
 MAY_CHANGE: JsonDict = {"resume": "may change"}  # on a section: all of its keys
 
 

@@ -22,8 +22,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource
+from shardtune.config import KEYS, LORA_LR, RECORD_FIELDS, SECTIONS, Config, TrainSource
 from shardtune.errors import UserError
+from shardtune.other_names import OURS
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
@@ -173,7 +174,10 @@ def load_config(
 
 
 def remarks(config: Config) -> list[str]:
-    """Return a line for each value, but for defaults, that another setting switches off."""
+    """Return a line for each value, but for defaults, that another setting switches off.
+
+    And one for the default learning rate, which is too low for adapters.
+    """
     data = config.data
     has_eval_data = data.eval is not None or data.eval_fraction > 0
     no_lora = config.lora.rank is None and "lora.rank is null, so every weight is trained"
@@ -202,11 +206,15 @@ def remarks(config: Config) -> list[str]:
         and "no model is written",
     }
     values = _flat(to_dict(config))
-    return [
+    lines = [
         f"{key} = {_to_yaml(values[key])} ({config.origins[key]}) has no effect: {reason}"
         for key, reason in reasons.items()
         if reason and values[key] != _DEFAULTS[key]
     ]
+    if config.lora.rank and config.origins["optimizer.lr"] == "default":
+        slow = f"optimizer.lr = {config.optimizer.lr:g} (default) is low for adapters"
+        lines.append(f"{slow} - try optimizer.lr={LORA_LR:g}")
+    return lines
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -411,11 +419,16 @@ def _parse(text: str) -> Any:
 
 
 def _unknown(name: str, origin: str) -> str:
-    """Name the nearest section or key: `train.lr` is near `optimizer.lr`."""
+    """Name the key that another tool calls so, or the nearest: `train.lr` is `optimizer.lr`."""
     if name in SECTIONS:
         return f"{name} ({origin}) is a section - give values to its keys"
-    nearest, _ = _nearest(name, [*SECTIONS, *KEYS])
-    return f"{name} ({origin}) is not known - the nearest known one is {nearest}"
+    nearest, likeness = _nearest(name, [*SECTIONS, *KEYS])
+    remedy = "docs/configuration.md has all keys"
+    if likeness > _IS_LIKE:
+        remedy = f"the nearest known one is {nearest}"
+    if ours := OURS.get(name.lower().rpartition(".")[2]):
+        remedy = f"here that is {ours}"
+    return f"{name} ({origin}) is not known - {remedy}"
 
 
 def _nearest(name: str, known_names: Iterable[str]) -> tuple[str, float]:

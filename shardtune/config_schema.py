@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
+from shardtune import other_names
 from shardtune.config import KEYS, SECTIONS, Config, resume_may_change
 from shardtune.config_io import allowed_values, bare
 
@@ -55,4 +56,4 @@ def markdown() -> str:
             meaning = " ".join(schema["description"].split())
             lines.append(f"| `{key}` | {default} | {allowed} | {may_change} | {meaning} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, other_names.markdown()])

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardtune.log import logger, quiet_libraries
 _COLOURED = ("\033[1;32m", "\033[0m")
 _BRACKETED = ("⟦", "⟧")
 _BETWEEN_TOKENS = "│"
+_BYTES_OF_A_CHARACTER = 4  # at most, and as many tokens
 
 
 def inspect_data(
@@ -90,22 +91,36 @@ def picture(tokenizer: Any, tokens: list[int], trained: list[bool]) -> str:
     runs = []
     pairs = zip(tokens, trained, strict=True)
     for is_trained, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
-        text = _BETWEEN_TOKENS.join(_token_text(tokenizer, token) for token, _ in run)
+        text = _BETWEEN_TOKENS.join(_texts(tokenizer, [token for token, _ in run]))
         runs.append(begin + text + end if is_trained else text)
     return "".join(runs)
 
 
-def _token_text(tokenizer: Any, token: int) -> str:
-    """Return the text of a token, with everything visible that a terminal would not show."""
-    entry = str(tokenizer.convert_ids_to_tokens(token))
-    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if "\ufffd" in text or not text:
-        text = entry  # part of a character
-    elif entry.startswith("▁") and not text.startswith(" "):
+def _texts(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the texts of tokens, with everything visible that a terminal would not show.
+
+    Tokens of which each has a part of a character are joined.
+    """
+    parts: list[int] = []
+    for token in tokens:
+        parts.append(token)
+        text = tokenizer.decode(
+            parts, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        if "\ufffd" in text and len(parts) < _BYTES_OF_A_CHARACTER:
+            continue
+        yield _visible(text, str(tokenizer.convert_ids_to_tokens(parts[0])))
+        parts = []
+    yield from (_visible("", str(tokenizer.convert_ids_to_tokens(token))) for token in parts)
+
+
+def _visible(text: str, entry: str) -> str:
+    """Return a text, or the vocabulary's `entry` where there is none."""
+    if entry.startswith("▁") and not text.startswith(" "):
         text = f" {text}"  # decoding drops the blank at the start of a text
     return "".join(
         "⏎\n" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text
+        for c in text or entry
     )
 
 

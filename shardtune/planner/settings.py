@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 from typing import Any
 
+from shardtune.config import LORA_LR
 from shardtune.distributed.layout import Layout
 from shardtune.optimizers.rules import smaller_rules, updates
 from shardtune.planner.arithmetic.machine import Machine
@@ -13,7 +14,7 @@ from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.mesh import divisors
 
 _SHORTEST_DIVIDED = 1025  # tokens: shorter rows are neither halved nor shared
-ADAPTERS: dict[str, Any] = {"lora.rank": 16}
+ADAPTERS: dict[str, Any] = {"lora.rank": 16, "optimizer.lr": LORA_LR}
 Setting = tuple[dict[str, Any], str]  # values of keys, and their price
 
 

@@ -56,7 +56,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(models, tmp_pat
     assert refused.returncode == 2, refused.stderr
     assert re.fullmatch(
         r"ERROR: The run does not fit, \S+ GB do not hold the peak of .+ - use "
-        r"lora\.rank=16( \S+=\d+)* \(.+ GB\), or more or larger devices; run\.ignore_plan=true "
+        r"lora\.rank=16( \S+=\S+)* \(.+ GB\), or more or larger devices; run\.ignore_plan=true "
         r"starts it all the same",
         refused.stderr.splitlines()[-1],
     ), refused.stderr
@@ -117,7 +117,7 @@ def test_a_model_that_this_machine_does_not_hold_is_refused(models, tmp_path):
     assert refused.returncode == 2, refused.stderr
     line = refused.stderr.splitlines()[-1]
     assert line.startswith("ERROR: The run does not fit, ")
-    assert "lora.rank=16 (" in line
+    assert "lora.rank=16 optimizer.lr=0.0001 (" in line
 
 
 def check(said: str, run_dir: Path, source: str, steps: int) -> None:

@@ -14,6 +14,7 @@ from helpers.configs import DEFAULTS, MINIMAL, load, value
 from shardtune.config import KEYS
 from shardtune.config_io import load_config, read_run_arguments, remarks, to_dict
 from shardtune.errors import UserError
+from shardtune.other_names import OURS
 
 
 def problems(
@@ -211,6 +212,20 @@ def test_unknown_key_names_the_nearest(tmp_path, name, nearest):
 
 
 @pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        *((f"train.{theirs}", f"here that is {ours}") for theirs, ours in OURS.items()),
+        ("Base_Model", "here that is model.path"),
+        ("train.nothing_like_it", "docs/configuration.md has all keys"),
+    ],
+)
+def test_names_of_other_tools_are_those_of_keys(tmp_path, name, remedy):
+    (problem,) = problems(tmp_path, f"{name}=1")
+    assert problem.endswith(f" is not known - {remedy}")
+    assert {*OURS.values()} <= {*KEYS}
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("lr: 3", "lr (file) is not known - the nearest known one is optimizer.lr"),
@@ -324,6 +339,12 @@ def test_a_value_that_another_setting_switches_off_is_remarked(
 def test_a_value_that_is_used_or_is_the_default_is_not_remarked(tmp_path):
     used = ("data.eval_fraction=0.1", "eval.every_steps=5", "scheduler.min_lr_ratio=0")
     assert remarks(load(tmp_path, *used, "lora.alpha=null", "lora.targets=all-linear")) == []
+
+
+def test_the_default_rate_is_remarked_where_adapters_are_trained(tmp_path):
+    (remark,) = remarks(load(tmp_path, "lora.rank=8"))
+    assert "optimizer.lr=0.0001" in remark
+    assert remarks(load(tmp_path, "lora.rank=8", "optimizer.lr=1e-5")) == []
 
 
 def test_an_option_may_stand_between_assignments(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from helpers.data_run import chat, save_model, write
 
 from shardtune.__main__ import run
+from shardtune.data.inspect_data import picture
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -46,9 +47,17 @@ def test_the_picture_shows_what_is_trained(folder, capsys):
     assert second.startswith(f"2 of {folder}/train.jsonl:3: ") and rest == []
     assert first.count("⟦") == first.count("⟧") == 1
     trained = first.partition("⟦")[2].partition("⟧")[0].split("│")
-    assert "".join(trained) == "fine\\x1b[31m Ã©<|im_end|>"  # two halves of a letter, two tokens
-    assert f", {len(trained)} trained\n" in first
+    assert "".join(trained) == "fine\\x1b[31m é<|im_end|>"  # two halves of a letter, two tokens
+    assert f", {len(trained) + 1} trained\n" in first
     assert "data.train: WARNING: records without a token to train, dropped: 1" in out
+
+
+@pytest.mark.parametrize("text", ["öffnen", "你好, 世界", "👩\u200d💻 fine", "a \ufffd b"])
+def test_tokens_of_a_character_are_joined(text, tokenizer):
+    tokens = tokenizer(text)["input_ids"]
+    said = picture(tokenizer, tokens, [True] * len(tokens))
+    joined = said.removeprefix("⟦").removesuffix("⟧").replace("│", "")
+    assert joined == text.replace("\u200d", "\\u200d")
 
 
 def test_json_holds_every_sequence_and_nothing_else(folder, capsys):
