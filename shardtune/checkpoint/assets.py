@@ -119,7 +119,7 @@ def with_template(assets: Mapping[str, bytes], template: str) -> dict[str, bytes
     """Return the files with this chat template wherever they have one, or in a file of its own."""
     written = {}
     for name, content in assets.items():
-        if name.startswith("chat_template") and name.endswith(".jinja"):
+        if name == _TEMPLATE:
             written[name] = template.encode()
         elif name.endswith(_WITH_TEMPLATE) and "chat_template" in (values := json.loads(content)):
             is_other = values["chat_template"] != template

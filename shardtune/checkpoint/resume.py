@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -55,7 +56,7 @@ def agree_on_checkpoint(
     candidates, rejected = _candidates(own, False, run_dir, world)
     begun = _open(candidates[0], run_dir, world) if candidates and resume != "auto" else None
     is_named = resume != "auto"  # by the user
-    if begun and beginning is not None and begun.state.get("beginning") == beginning:
+    if begun and beginning is not None and _beginning_of(begun, beginning) == beginning:
         is_named = False
         logger.info(f"run.resume={resume}: this is a restart, and the run that has begun goes on")
     elif resume == "never":
@@ -83,6 +84,13 @@ def agree_on_checkpoint(
     for reason in rejected:
         logger.info(f"Not accepted: {reason}")
     return chosen
+
+
+def _beginning_of(checkpoint: Checkpoint, of_older: str) -> str:
+    """Return where the checkpoint's run began. Older versions kept a directory alone."""
+    resume = checkpoint.state["config"]["run"].get("resume", "never")
+    older = of_older if resume == "never" else os.path.normpath(resume)
+    return str(checkpoint.state.get("beginning", older))
 
 
 def _committed_and_prepared(directory: Path) -> list[Path]:

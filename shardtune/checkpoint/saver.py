@@ -208,8 +208,10 @@ class Saver:
         )
 
     def to_be_saved(self) -> int:
-        """Return the bytes of the next checkpoint, and of one that is being written."""
-        return self.disk_bytes * (2 if self._thread and self._thread.is_alive() else 1)
+        """Return the bytes of the next checkpoint, and those that a save will still write."""
+        if not self._thread or not self._thread.is_alive():
+            return self.disk_bytes
+        return 2 * self.disk_bytes - durable_fs.size(self._attempts[-1].staging)
 
     def finish(self) -> Checkpoint:
         """Wait for the current save, and open it.

@@ -22,7 +22,7 @@ from shardtune.config import Config
 from shardtune.data import dataset
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
-from shardtune.errors import UserError, all_of
+from shardtune.errors import all_of
 from shardtune.log import logger
 from shardtune.model.build import require_trainable
 from shardtune.model.documents.attention_check import require_documents_apart
@@ -89,9 +89,10 @@ def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
     encoder = dataset.build_encoder(config.model.path, config.data, datetime.date.today())
     template = encoder.tokenizer.chat_template
     if isinstance(template, dict) and (_folder_of(config.model.path) / _NAMED_TEMPLATES).is_dir():
-        raise UserError(
-            f"model.path={config.model.path}: {_NAMED_TEMPLATES}/ has the templates "
-            f"{', '.join(template)}, of which an export has none - name one with data.chat_template"
+        names = ", ".join(sorted(template.keys() - {"default"}))
+        logger.warning(
+            f"{_NAMED_TEMPLATES}/ of the model is not copied into exported models: they lack the "
+            f"chat templates {names}"
         )
     return encoder.stop_token_ids, template if isinstance(template, str) else None
 

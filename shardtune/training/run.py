@@ -27,8 +27,7 @@ from shardtune.log import logger
 from shardtune.run_files import METRICS
 from shardtune.training.states.reshard import ReshardPolicy
 
-_COUNTS_OF_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-_RESTARTERS = {"KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID"}
+_RESTARTERS = ("KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID", "TORCHELASTIC_MAX_RESTARTS")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Run:
     directory: RunDir
     resumed: Checkpoint | None
     date: datetime.date  # the run's first start, for chat templates that print the date
-    beginning: str  # the checkpoint's directory in which it has begun, else its job
+    beginning: str  # the checkpoint's directory in which it has begun, else Slurm's job
 
     @property
     def resumed_step(self) -> int | None:
@@ -79,8 +78,8 @@ def open_run(config: Config, world: World) -> Run:
 
 
 def _job() -> str:
-    """Return the job, which keeps its name where Slurm or torchrun starts it again."""
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    """Return Slurm's job, which keeps its number when it is requeued."""
+    return f"job {os.environ.get('SLURM_JOB_ID', '')}"
 
 
 def _beginning(config: Config) -> str | None:
@@ -89,11 +88,11 @@ def _beginning(config: Config) -> str | None:
     `run.resume=never` is for starts by a person.
     """
     if config.run.resume != "never":
-        return _job() if config.run.resume == "auto" else f"{Path(config.run.resume).absolute()}"
-    restarts = (os.environ.get(name, "0") for name in _COUNTS_OF_RESTARTS)
-    if any(count != "0" for count in restarts):
+        return _job() if config.run.resume == "auto" else os.path.normpath(config.run.resume)
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         return _job()
-    for variable in _RESTARTERS & os.environ.keys():
+    restarters = [name for name in _RESTARTERS if os.environ.get(name, "0") != "0"]
+    for variable in restarters:
         logger.warning(
             f"run.resume=never: {variable} is set, and each restart by what sets it begins "
             "anew - leave run.resume out, and the run goes on"

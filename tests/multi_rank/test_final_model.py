@@ -162,15 +162,19 @@ def test_an_export_stops_and_speaks_as_it_was_trained(is_given, folder, models):
         assert json.loads((out / name).read_text(encoding="utf-8"))["chat_template"] == own
 
 
-def test_templates_in_a_folder_of_their_own_are_exported_by_name_alone(folder, models):
+def test_templates_in_a_folder_of_their_own_are_left_out_and_said(folder, models):
     source = Path(shutil.copytree(models["llama"], folder / "source"))
     (source / "additional_chat_templates").mkdir()
     named = source / "additional_chat_templates/tool_use.jinja"
     named.write_text(TEMPLATE, encoding="utf-8")
-    done = train(1, *STILL, "model.path=source", cwd=folder)
-    assert done.returncode == 2 and "data.chat_template" in done.stderr
-    finish(train(1, *STILL, "model.path=source", f"data.chat_template={named}", cwd=folder))
-    assert AutoTokenizer.from_pretrained(folder / "runs/config/model").chat_template == TEMPLATE
+    said = finish(train(1, *STILL, "model.path=source", cwd=folder))
+    assert re.search(r"^WARNING: additional_chat_templates/ .* tool_use$", said, re.M)
+    finish(
+        train(
+            1, *STILL, "model.path=source", f"data.chat_template={named}", "run.dir=own", cwd=folder
+        )
+    )
+    assert AutoTokenizer.from_pretrained(folder / "own/model").chat_template == TEMPLATE
 
 
 def test_a_model_without_a_generation_config_is_exported_without_one(folder, models):

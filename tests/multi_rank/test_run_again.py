@@ -268,17 +268,16 @@ def run_with(environ: dict[str, str], arguments: list[str]) -> None:
 @pytest.mark.usefixtures("run_again")
 def test_what_restarts_by_itself_goes_on_or_says_that_it_begins_anew(tmp_path):
     given = ["--config", "config.yaml", *settings("run.resume=never", "train.max_steps=5")]
-    for steps, name in (4, "SLURM_RESTART_COUNT"), (5, "TORCHELASTIC_RESTART_COUNT"):
-        restarted, more = {name: "1"}, f"train.max_steps={steps}"
-        said = finish(on_ranks(1, run_with, restarted, [*given, more], cwd=tmp_path))
-        assert "Resumed from checkpoint_" in said and "Moved aside" not in said
+    requeued = {"SLURM_RESTART_COUNT": "1"}
+    said = finish(on_ranks(1, run_with, requeued, given, cwd=tmp_path))
+    assert "Resumed from checkpoint_0000003" in said and "Moved aside" not in said
     another = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "8"}  # which had not yet begun
     said = finish(on_ranks(1, run_with, another, given, cwd=tmp_path))
     assert "Resumed" not in said and "Moved aside" in said
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "SLURM_RESTART_COUNT": "0"}
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TORCHELASTIC_MAX_RESTARTS": "0"}
     said = finish(on_ranks(1, run_with, pod, given, cwd=tmp_path))
     assert "WARNING: run.resume=never: KUBERNETES_SERVICE_HOST is set" in said
-    assert "Resumed" not in said
+    assert "Resumed" not in said and "TORCHELASTIC" not in said
 
 
 def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(tmp_path, run_again):

@@ -31,7 +31,8 @@ def test_the_shipped_configuration_does_what_it_is_for():
 
 
 @pytest.mark.full
-def test_the_page_has_what_the_code_computes():
+def test_the_page_has_what_the_code_computes(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)  # pages name models from there
     for page, plans in ((PAGE, 0), (METHOD, 2), (LONG_ROWS, 1)):
         text = page.read_text(encoding="utf-8")
         assert len(re.findall("<!-- plans? ", text)) == plans

@@ -57,12 +57,15 @@ def test_a_model_of_a_step_leaves_room_for_the_next_checkpoint(
     assert bool(models.write(1)) == bool(written) == is_written
 
 
-def test_room_is_kept_for_a_save_under_way_and_the_next_one():
-    ended, saver = threading.Event(), SimpleNamespace(disk_bytes=GB, _thread=None)
+def test_room_is_kept_for_the_rest_of_a_save_and_the_next_one(tmp_path, monkeypatch):
+    attempts = [SimpleNamespace(staging=tmp_path)]
+    ended = threading.Event()
+    saver = SimpleNamespace(disk_bytes=GB, _thread=None, _attempts=attempts)
+    monkeypatch.setattr(durable_fs, "size", lambda _: GB // 4)
     assert Saver.to_be_saved(cast(Saver, saver)) == GB
     saver._thread = threading.Thread(target=ended.wait)
     saver._thread.start()
-    assert Saver.to_be_saved(cast(Saver, saver)) == 2 * GB
+    assert Saver.to_be_saved(cast(Saver, saver)) == 7 * GB // 4
     ended.set()
 
 
