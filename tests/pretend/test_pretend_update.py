@@ -128,7 +128,7 @@ def count_kernels(out: Path) -> None:
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
         assert optimizer.is_compiled
-        least = 3 * weight.nbytes + 2 * optimizer.state_bytes(weight)
+        least = 3 * weight.nbytes + 2 * sum(optimizer.state_sizes(weight))
         moved = sum(kernel.n_bytes * times for kernel, times in launched.items())
         counted.append([launched.total(), moved / least])
     out.write_text(json.dumps(counted), encoding="utf-8")
