@@ -149,17 +149,16 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
     runs = split_runs(parser.parse_intermixed_args(arguments))
     for each in runs:
         read_run_config(each)  # refused before torch is imported
-    from shardtune.planner.status_lines import status_lines
+    from shardtune.planner.status_lines import say
 
-    with status_lines() as say:
-        say("importing PyTorch and transformers")
-        with imports_without_gc():
-            from shardtune.planner.command.plan_command import plan_run
-            from shardtune.planner.command.team_table import print_team_table
-        if len(runs) == 1 and isinstance(runs[0].config, Path):
-            plan_run(runs[0], say)
-        else:
-            print_team_table(runs, say)
+    say("importing PyTorch and transformers")
+    with imports_without_gc():
+        from shardtune.planner.command.plan_command import plan_run
+        from shardtune.planner.command.team_table import print_team_table
+    if len(runs) == 1 and isinstance(runs[0].config, Path):
+        plan_run(runs[0], say)
+    else:
+        print_team_table(runs, say)
 
 
 def _ask(parser: Parser, arguments: Sequence[str]) -> None:
