@@ -357,7 +357,8 @@ class ExportConfig(Section, json_schema_extra=MAY_CHANGE):
     merge: bool = True
     """With LoRA: write `model/`, with the adapters merged, beside `adapter/`."""
     every_steps: CountOrZero = 0
-    """Write `models/step_0000500/` every so many steps, and after the last. 0: never."""
+    """Write `models/step_0000500/` every so many steps, and after the last where `final` is
+    false. 0: never."""
     keep: Count = 2
     """Models of steps to keep."""
     command: Text | None = None

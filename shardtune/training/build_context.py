@@ -39,7 +39,7 @@ from shardtune.training.observers.loss_spikes import LossSpikes
 from shardtune.training.observers.metrics import Metrics, read_entries
 from shardtune.training.observers.profiler import StepProfiler
 from shardtune.training.observers.sinks import open_sinks
-from shardtune.training.observers.step_export import StepExport
+from shardtune.training.observers.step_export import StepExport, is_due
 from shardtune.training.observers.step_log import StepLog
 from shardtune.training.observers.stragglers import Stragglers
 from shardtune.training.out_of_memory import step_fits, weights_fit
@@ -239,7 +239,7 @@ def open_exports(
         if every:
             in_use = command.models_in_use
             models = StepModels(run.directory, live, to_be_saved, keep, in_use, world)
-    return best, command, StepExport(models, command, schedule, every)
+    return best, command, StepExport(models, command, schedule, config.export)
 
 
 def find_pending_model(run: Run, schedule: Schedule) -> int | None:
@@ -251,14 +251,14 @@ def find_pending_model(run: Run, schedule: Schedule) -> int | None:
     every, resumed = run.config.export.every_steps, run.resumed
     if not resumed or not every:
         return None
-    is_due = schedule.is_due(resumed.step, every)
-    due = resumed.step if is_due else resumed.step - resumed.step % every
+    is_now = is_due(resumed.step, schedule, run.config.export)
+    due = resumed.step if is_now else (resumed.step - 1) // every * every
     folder = step_model(run.directory, due)
     if not due or run.world.on_rank0(lambda: is_step_model(folder)):
         return None
-    if not is_due:
+    if not is_now:
         logger.info(f"{folder} is missing: an earlier start did not write it")
-    return resumed.step if is_due else None
+    return resumed.step if is_now else None
 
 
 def prepare_forward(

@@ -85,22 +85,21 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
     assert sorted(ran) == sorted(Path(name).name for name in scores), "on one rank alone"
     assert "Score of step_0000004, in " in said
 
-    # Step 3 is taken again: its model is written anew, and that of step 4 counts no more. That of
-    # step 2 was deleted, and is one of the newest two again.
+    # Step 3 is taken again, and is the last one, whose model is model/. Those of steps 3 and 4 count
+    # no more. That of step 2 was deleted, and is the newest again.
     older = checkpoint(folder / "run", 2)
     given += [f"run.resume={older}", "train.max_steps=3"]
     (folder / "run/models/.step_0000009.writing").mkdir()  # a kill has left it
     said = finish(train(1, *EVERY_STEP, *given, cwd=folder))
     log = (folder / "run/commands/model.log").read_text(encoding="utf-8")
     assert "Score of model, in " in said and "read model" in log
-    assert names(folder / "run/models") == ["mine", aside.name, "step_0000002", "step_0000003"]
-    listing = read_listing(folder / "run/models/step_0000003")
+    assert names(folder / "run/models") == ["mine", aside.name, "step_0000002"]
+    listing = read_listing(folder / "run/model")
     assert listing and listing["step"] == 3
     scores = {entry["model"]: entry["step"] for entry in read_metrics(folder / "run", "score")}
     assert scores["model"] == 3 == max(scores.values())
     finish(train(1, *EVERY_STEP, "run.resume=never", "train.max_steps=1", cwd=folder))
-    own = [aside.name, "step_0000001", "step_0000002.aside1", "step_0000003.aside1"]
-    assert names(folder / "run/models") == sorted(["mine", *own])
+    assert names(folder / "run/models") == ["mine", aside.name, "step_0000002.aside1"]
     assert (folder / "run/commands.aside1/model.log").exists()
 
 
@@ -118,7 +117,13 @@ def test_a_model_that_a_kill_has_left_out_is_written_by_the_resume(folder):
 
 @pytest.mark.parametrize(
     ("step", "models", "pending", "is_said"),
-    [(4, (), 4, False), (4, (4,), None, False), (5, (), None, True), (5, (4,), None, False)],
+    [
+        (4, (), 4, False),
+        (4, (4,), None, False),
+        (5, (), None, True),
+        (5, (4,), None, False),
+        (6, (4,), None, False),  # the last one, whose model is model/
+    ],
 )
 def test_a_model_that_no_start_can_write_any_more_is_said(
     step, models, pending, is_said, tmp_path, caplog
@@ -131,7 +136,7 @@ def test_a_model_that_no_start_can_write_any_more_is_said(
         directory=RunDir(tmp_path, [0], None),
         world=world_of(0, 1, dist.HashStore()),
     )
-    schedule: Any = SimpleNamespace(is_due=lambda step, every: step % every == 0)
+    schedule: Any = SimpleNamespace(is_due=lambda step, every: step % every == 0, total_steps=6)
     with caplog.at_level("INFO"):
         assert find_pending_model(run, schedule) == pending
     assert ("step_0000004" in caplog.text) == is_said
@@ -155,7 +160,7 @@ def test_a_model_that_is_deleted_in_part_has_its_name_no_more(tmp_path, monkeypa
 
 def test_of_adapters_the_adapter_is_written(folder):
     """One that a command reads is kept beside the newest."""
-    given = ["run.dir=run", "lora.rank=2", "train.max_steps=3", "export.keep=1"]
+    given = ["run.dir=run", "lora.rank=2", "train.max_steps=4", "export.keep=1"]
     code = "n=$SHARDTUNE_STEP; test $n -gt 1 || sleep 3; ls $SHARDTUNE_MODEL > files$n"
     given += [f"export.command={code}"]
     finish(train(2, *EVERY_STEP, *given, cwd=folder))

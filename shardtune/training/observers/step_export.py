@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from shardtune.checkpoint.export.step_models import StepModels
+from shardtune.config import ExportConfig
 from shardtune.data.schedule import Schedule
 from shardtune.training.observers.export_command import ExportCommand
 from shardtune.training.observers.observer import StepEnded, StepObserver
+
+
+def is_due(step: int, schedule: Schedule, config: ExportConfig) -> bool:
+    """Return whether the model of a step is due. The last step's is the final one, if any."""
+    is_final = config.final and step == schedule.total_steps
+    return schedule.is_due(step, config.every_steps) and not is_final
 
 
 class StepExport(StepObserver):
     """Writes models between steps. `models`: None without `export.every_steps`."""
 
     def __init__(
-        self, models: StepModels | None, command: ExportCommand, schedule: Schedule, every: int
+        self,
+        models: StepModels | None,
+        command: ExportCommand,
+        schedule: Schedule,
+        config: ExportConfig,
     ) -> None:
         self._models, self._command = models, command
-        self._schedule, self._every, self._step = schedule, every, 0
+        self._schedule, self._config, self._step = schedule, config, 0
 
     def step_ended(self, ended: StepEnded) -> None:
         self._step = ended.step.number
 
     def between_steps(self) -> None:
-        if self._schedule.is_due(self._step, self._every):
+        if is_due(self._step, self._schedule, self._config):
             self.write(self._step)
         self._command.poll()
 
