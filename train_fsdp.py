@@ -93,6 +93,7 @@ def main() -> None:
         )
         model = write_final_model(last_checkpoint, config, assets, run.directory, world)
         if model and context:
+            logger.info(f"Ask it: shardtune ask {run.directory.path}")
             context.command.start(model, last_checkpoint.step)
 
 
