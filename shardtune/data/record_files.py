@@ -27,6 +27,7 @@ from shardtune.data.paths import COMPRESSIONS, kind_of
 from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.records import forms_of, has_turns, list_of_records, read_fields
 from shardtune.errors import UserError, first_line
+from shardtune.log import logger
 
 if TYPE_CHECKING:
     import datasets
@@ -242,7 +243,8 @@ def _texts(
         texts = list(_json_values(content.read(), columns))
         total = max(1, sum(map(_n_bytes, texts)))
         return texts, lambda n_read: n_read * size / total
-    return (_csv_rows if kind == ".csv" else _lines)(content), lambda _: raw.tell()
+    texts = _csv_rows(file.name, content) if kind == ".csv" else _lines(content)
+    return texts, lambda _: raw.tell()
 
 
 def _n_bytes(text: Text) -> int:
@@ -298,13 +300,21 @@ def _whole_file_problem(first: bytes) -> FileError | None:
     return None
 
 
-def _csv_rows(content: io.BufferedReader) -> Iterator[Text]:
-    """Yield an object of texts for each row below the header, with the line on which it begins."""
+def _csv_rows(file_name: str, content: io.BufferedReader) -> Iterator[Text]:
+    """Yield an object of texts for each row below the header, with the line on which it begins.
+
+    A header without a comma may be divided by another character, which then divides the rows.
+    """
     csv.field_size_limit(sys.maxsize)
     encodings = itertools.chain(["utf-8-sig"], itertools.repeat("utf-8"))
-    rows = csv.reader(map(bytes.decode, content, encodings), strict=True)
+    lines = map(bytes.decode, content, encodings)
     number = 1
     try:
+        header = next(lines, "")
+        others = (each for each in ";\t" if each in header and "," not in header)
+        if (divider := next(others, ",")) != ",":
+            logger.info(f"Data: {divider!r} divides the columns of {file_name}, by its first row")
+        rows = csv.reader(itertools.chain([header], lines), delimiter=divider, strict=True)
         names = next(rows, [])
         if problem := _header_problem(names):
             yield 1, problem
@@ -326,8 +336,6 @@ def _csv_rows(content: io.BufferedReader) -> Iterator[Text]:
 
 
 def _header_problem(names: Sequence[str]) -> FileError | None:
-    if len(names) == 1 and (other := next((each for each in ";\t" if each in names[0]), None)):
-        return FileError(f"{other!r} between the columns - write the file with commas")
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         return FileError(f"two columns have the name {twice} - rename one of them")
     return None

@@ -85,6 +85,19 @@ def test_the_rows_of_a_csv_file_are_records_of_texts(tmp_path_factory, rows):
     assert read(file) == read(file.with_suffix(".csv.gz")) == records
 
 
+@pytest.mark.parametrize("divider", [";", "\t"])
+def test_a_header_may_be_divided_by_another_character(divider, tmp_path, caplog):
+    file = tmp_path / "a.csv"
+    rows = [("prompt", "completion"), ("a, b", f"c{divider}d"), ("e\nf", "")]
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream, delimiter=divider).writerows(rows)
+    with caplog.at_level("INFO"):
+        assert read(file) == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    assert caplog.text.count(f"{divider!r} divides") == 1
+    file.write_text(f"text,a{divider}b\nc,d\n")
+    assert read(file) == [{"text": "c", f"a{divider}b": "d"}]
+
+
 def test_the_lines_of_a_csv_file_are_named(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text('prompt,completion\n"two\nlines",b\n\na\n"c,d",e\n')
@@ -104,7 +117,6 @@ NDJSON = '{"text": "a"}\n'
         ("a.jsonl", b'\n{\n "text": "a"\n}\n' * 9, ":2: JSON over many lines, .* - jq -c "),
         ("a.jsonl", b'[\n{"text": "a"}\n]', ":1: one JSON array over many lines, .* - name the "),
         ("a.jsonl", b'\xef\xbb\xbf[{"text": "a"}]', ":1: one JSON array holds the records - name"),
-        ("a.csv", b"prompt;completion\na;b\n", ":1: ';' between the columns - "),
         ("a.csv", b"text,a,text\n1,2,3\n", ":1: two columns have the name text - "),
         ("a.csv", b"text,a\nb,caf\xe9\n", ":2: not UTF-8 text - .*: iconv -f LATIN1 "),
         ("a.csv", b'text\nb\n"c\nd\n', ":3: invalid CSV .* - repair the quotes"),
