@@ -243,8 +243,8 @@ def _texts(
         texts = list(_json_values(content.read(), columns))
         total = max(1, sum(map(_n_bytes, texts)))
         return texts, lambda n_read: n_read * size / total
-    texts = _csv_rows(file.name, content) if kind == ".csv" else _lines(content)
-    return texts, lambda _: raw.tell()
+    rows = _csv_rows(file.name, content) if kind == ".csv" else _lines(content)
+    return rows, lambda _: raw.tell()
 
 
 def _n_bytes(text: Text) -> int:

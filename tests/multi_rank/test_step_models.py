@@ -85,8 +85,8 @@ def test_models_of_steps_are_exports_and_are_scored(folder, tmp_path, monkeypatc
     assert sorted(ran) == sorted(Path(name).name for name in scores), "on one rank alone"
     assert "Score of step_0000004, in " in said
 
-    # Step 3 is taken again, and is the last one, whose model is model/. Those of steps 3 and 4 count
-    # no more. That of step 2 was deleted, and is the newest again.
+    # Step 3 is taken again, and is the last one, whose model is model/. Those of steps 3 and 4
+    # count no more. That of step 2 was deleted, and is the newest again.
     older = checkpoint(folder / "run", 2)
     given += [f"run.resume={older}", "train.max_steps=3"]
     (folder / "run/models/.step_0000009.writing").mkdir()  # a kill has left it
