@@ -233,8 +233,7 @@ def test_an_agent_that_is_stopped_is_out_of_reach(folder):
 
 @FULL
 @needs_namespaces
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("how", ["power", "cable"])
+@pytest.mark.parametrize(("lost", "how"), [(0, "power"), (1, "cable")])
 def test_a_node_that_is_lost_is_named(lost, how, folder):
     """Nothing comes from it any more, not even the end of its connections."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, completed, finish
-from helpers.ranks import on_ranks, run_script, train
+from helpers.ranks import train
 from test_whole_model import SETTINGS, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,25 +42,6 @@ def same_tokens(model: Path, question: str) -> None:
 def _installed() -> None:
     rule = ["make", "-C", str(REPOSITORY), ".venv/engine/.installed"]
     subprocess.run(rule, check=True, timeout=540)
-
-
-@pytest.mark.full
-def test_another_engine_runs_the_exported_demo(tmp_path):
-    """After two of its steps, from a model that is fetched anew."""
-    examples = REPOSITORY / "examples"
-    fetch = [sys.executable, str(examples / "fetch_model.py"), str(tmp_path / "source")]
-    subprocess.run(fetch, check=True, timeout=300)
-    settings = [
-        "model.path=source",
-        f"data.train={examples / 'chats/train.jsonl'}",
-        "data.eval=null",
-        "data.max_length=256",
-        "train.max_steps=2",
-        "run.dir=run",
-    ]
-    arguments = ["--config", str(examples / "demo.yaml"), *settings]
-    finish(on_ranks(2, run_script, arguments, cwd=tmp_path))
-    same_tokens(tmp_path / "run/model", "What is the capital of France?")
 
 
 @pytest.mark.full

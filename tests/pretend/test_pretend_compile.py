@@ -76,12 +76,7 @@ def test_experts_that_are_not_spread_gather_both_ways_on_a_gpu(tmp_path, models)
 @pytest.mark.parametrize(
     ("checkpointing", "backend"),
     # Selective checkpointing looks into graphs whose operators run one by one, and knows not all.
-    [
-        ("none", "aot_eager"),
-        ("selective", "eager"),
-        ("full", "aot_eager"),
-        ("offload", "aot_eager"),
-    ],
+    [("selective", "eager"), ("offload", "aot_eager")],
 )
 def test_compiled_layers_have_the_losses_and_the_waits_of_eager_ones(
     checkpointing, backend, tmp_path, models

@@ -46,11 +46,8 @@ EXPERT_LAYERS, MICRO_BATCHES = 2, 2
             4,
             "glm",
             [
-                ["parallel.replicate=2"],
                 ["parallel.replicate=2", EXPERTS, "model.activation_checkpointing=selective"],
                 [EXPERTS, EIGHT_BIT, FULL],
-                ["parallel.replicate=2", "lora.rank=8"],
-                [EXPERTS, FULL, "parallel.context=4"],
                 ["parallel.context=2", "parallel.stages=2"],
             ],
             marks=pytest.mark.full,
