@@ -26,6 +26,7 @@ from shardtune.error_lines import print_errors
 from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line
 
 _AGENT_ENDS_US_S = 120.0
+_FIRST_RANK_SPEAKS_S = 1.0  # before a launcher of another kind ends it with this rank
 
 
 def run(main: Callable[[], None]) -> None:
@@ -46,7 +47,8 @@ def run(main: Callable[[], None]) -> None:
         lost_connection = _is_of_a_connection(ending.__cause__)
         may_restart = not isinstance(ending, Aborted)
         failure = Failure(ending.code, ending.problems, lost_connection, may_restart)
-        is_shared = True
+        # Before they have met, all ranks of this node have the same signal.
+        is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             raise
@@ -86,18 +88,21 @@ def _start_record() -> None:
 
 
 def _print_lines(lines: list[str], is_shared: bool) -> None:
-    if lines and (not _another_rank_has_spoken() or not is_shared):
+    if not (is_shared and lines and _another_rank_has_spoken()):
         print_errors(*lines)
 
 
 def _another_rank_has_spoken() -> bool:
     """Return whether another rank of this node was here before.
 
-    torchrun ends all ranks by a signal when one has ended, so the first one speaks for them. It
-    gives the ranks of a node a folder for each attempt.
+    torchrun ends all ranks when one has ended, so the first one speaks. It gives the ranks of a
+    node a folder for each attempt.
     """
     if not (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        return os.environ.get("LOCAL_RANK", "0") != "0"
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            return False
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+        return True
     try:
         (Path(error_file).parent.parent / "refused").touch(exist_ok=False)
     except OSError as error:  # twice is better than never

@@ -101,11 +101,11 @@ def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder)
 
 
 def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(folder):
-    (folder / "runs/config").mkdir(parents=True)
+    train(folder, "train.max_steps=1")
     (folder / "runs/config/tensorboard").write_text("in the way", encoding="utf-8")
     said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[9, 9]")
     assert said.count("TensorBoard failed (") == 1
-    assert "logging.profile_steps = [9, 9] has no effect: steps 1 to 4 are left" in said
+    assert "logging.profile_steps = [9, 9] has no effect: steps 2 to 4 are left" in said
     assert len(read_metrics(folder / "runs/config", "step")) == 4
 
 

@@ -43,7 +43,7 @@ def test_the_page_runs_as_it_stands(folder):
         exec(example, names)
     first, *plans = said.getvalue().splitlines()
     last = shardtune.read_run(folder / "runs/demo").steps[-1]
-    assert first == f"{last['loss']} 8.0"
+    assert first == f"{last['loss']} 8.5"
     assert [line.split()[:2] for line in plans] == [["1", "True"], ["2", "True"]]
     assert names["frame"]["step"].tolist() == [*range(1, 61)]
 

@@ -39,7 +39,7 @@ def test_the_view_shows_a_run(tmp_path, capsys):
     for part in (
         "model a/model, all weights",
         "60 of 120 (50%), 2 s each, 2 min left, its last step ended ",
-        "9.0000 before training, 8.0000 at step 60",
+        "9.0000 before training, 8.5000 at step 60",
         "501 tokens/s, MFU 30.0%, waiting for data 0.5%",
         "61.2 GB of a rank at most",
         "rank 3 on node0, 1.10 x the median, in data",
