@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from shardtune.config import KEYS, LORA_LR, RECORD_FIELDS, SECTIONS, Config, TrainSource
 from shardtune.errors import UserError
-from shardtune.other_names import OURS
+from shardtune.other_names import KEY_OF
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
@@ -176,7 +176,7 @@ def load_config(
 def remarks(config: Config) -> list[str]:
     """Return a line for each value, but for defaults, that another setting switches off.
 
-    And one for the default learning rate, which is too low for adapters.
+    Where adapters are trained with the default learning rate, return a line about that rate too.
     """
     data = config.data
     has_eval_data = data.eval is not None or data.eval_fraction > 0
@@ -426,8 +426,8 @@ def _unknown(name: str, origin: str) -> str:
     remedy = "docs/configuration.md has all keys"
     if likeness > _IS_LIKE:
         remedy = f"the nearest known one is {nearest}"
-    if ours := OURS.get(name.lower().rpartition(".")[2]):
-        remedy = f"here that is {ours}"
+    if key := KEY_OF.get(name.lower().rpartition(".")[2]):
+        remedy = f"here it is named {key}"
     return f"{name} ({origin}) is not known - {remedy}"
 
 

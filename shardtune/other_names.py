@@ -41,15 +41,14 @@ _NAMES = {
     "logging.every_steps": "logging_steps",
     "logging.wandb": "report_to wandb_project",
 }
-OURS = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
+KEY_OF = {name: key for key, names in _NAMES.items() for name in names.split()}
 _PAGE = """\
 ## Names in other tools
 
 A name on the right is refused with the key on its left. HF Trainer has four other defaults:
 `adam_beta2` is 0.999, the rate falls to 0, its first step of a warm-up has a rate of 0, and nothing
 is packed. Losses can be compared with a constant rate in both, and here with
-`optimizer.betas=[0.9,0.999] scheduler.name=constant scheduler.warmup_ratio=0 data.packing=false`,
-as `python -m benchmarks one` does.
+`optimizer.betas=[0.9,0.999] scheduler.name=constant scheduler.warmup_ratio=0 data.packing=false`.
 
 | key | HF Trainer, TRL, axolotl, LLaMA-Factory |
 |---|---|

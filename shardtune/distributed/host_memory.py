@@ -15,8 +15,8 @@ from shardtune.units import gb
 _FLAGS = (
     mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 )  # pinning takes them
-# The files of a cgroup's limit and use, and the names of cached files in its statistics, by its
-# controller, which has no name with v2.
+# By the name of a cgroup's controller, "" for v2: the file of its limit, the file of its use, and
+# the names of cached files in its statistics.
 _FILES = {
     "": ("memory.max", "memory.current", "inactive_file", "active_file"),
     "memory": (

@@ -102,13 +102,14 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
     source = model_assets(_folder_of(config.model.path))
     assets = with_stops(source, stops)
     if assets != source:
-        adapter = " (give it to peft's model, too, which has that of the base)"
         logger.info(
             f"Stop tokens: generation_config.json of exported models names {stops}, with which "
             "training ends texts; by that of the source generate() would go on behind some"
-            + adapter
-            * (config.lora.rank is not None)
         )
+        if config.lora.rank:
+            logger.info(
+                "peft reads the base model's: give it the generation_config.json of adapter/"
+            )
     return with_template(assets, template) if template else assets
 
 

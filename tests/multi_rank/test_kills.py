@@ -103,7 +103,7 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
 def test_a_run_killed_at_every_point_of_a_save_resumes_with_the_same_numbers(
     folder, tmp_path, inputs, undisturbed
 ):
-    """Before each call, which is behind the one before it."""
+    """A kill before a call is a kill after the call before it."""
     clean = Path(shutil.copytree(inputs, tmp_path / "clean"))
     faults = [
         Fault(operation, pattern, kills(), rank, nth)

@@ -14,7 +14,7 @@ from helpers.configs import DEFAULTS, MINIMAL, load, value
 from shardtune.config import KEYS
 from shardtune.config_io import load_config, read_run_arguments, remarks, to_dict
 from shardtune.errors import UserError
-from shardtune.other_names import OURS
+from shardtune.other_names import KEY_OF
 
 
 def problems(
@@ -214,15 +214,15 @@ def test_unknown_key_names_the_nearest(tmp_path, name, nearest):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *((f"train.{theirs}", f"here that is {ours}") for theirs, ours in OURS.items()),
-        ("Base_Model", "here that is model.path"),
+        *((f"train.{name}", f"here it is named {key}") for name, key in KEY_OF.items()),
+        ("Base_Model", "here it is named model.path"),
         ("train.nothing_like_it", "docs/configuration.md has all keys"),
     ],
 )
 def test_names_of_other_tools_are_those_of_keys(tmp_path, name, remedy):
     (problem,) = problems(tmp_path, f"{name}=1")
     assert problem.endswith(f" is not known - {remedy}")
-    assert {*OURS.values()} <= {*KEYS}
+    assert {*KEY_OF.values()} <= {*KEYS}
 
 
 @pytest.mark.parametrize(

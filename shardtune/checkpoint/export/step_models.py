@@ -32,9 +32,9 @@ def is_step_model(folder: Path) -> bool:
 class StepModels:
     """Writes the models of steps, and keeps the newest of them. All methods are collective.
 
-    `to_be_saved` returns the bytes of the next checkpoint, and of one that is being written, on the
-    disk of run.dir/checkpoints. `in_use` returns on rank 0 the folders that a command reads, or
-    waits for.
+    `to_be_saved` returns the bytes of the next checkpoint, and those that a save will still write,
+    on the disk of run.dir/checkpoints. `in_use` returns on rank 0 the folders that a command reads,
+    or waits for.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class StepModels:
     def _lacking_room(self) -> str:
         """Say why a model would take the room of a checkpoint; empty where it does not."""
         free, taken = durable_fs.free_bytes(self._folder), self._live.n_bytes
-        shares, saved = durable_fs.share_disk(self._folder, self._run_dir.checkpoints), 0
-        if not shares or free - taken >= (saved := self._to_be_saved()):
+        saved = self._to_be_saved()
+        is_one_disk = durable_fs.share_disk(self._folder, self._run_dir.checkpoints)
+        if not is_one_disk or free - taken >= saved:
             return ""
         return (
             f"of {rounded_gb(free)} that are free it takes {rounded_gb(taken)}, and checkpoints "
