@@ -115,9 +115,11 @@ def say(port: str, *messages: Any, is_end: bool = True) -> bytes:
 def test_strangers_are_dropped_and_the_launch_goes_on(folder, start):
     """Each cause is said once, without their text. A node of another launch says why it ends."""
     port = a_free_port()
-    master = start(0, folder, port)
-    master.wait_for("waiting for node 1 of 2")
+    # Node 2 never comes: a stranger that says hello as node 1 must not complete the meeting.
+    master = start(0, folder, port, NNODES="3")
+    master.wait_for("waiting for node 1, 2 of 3")
     real = start(7, folder, port, NNODES="8")
+    hello = HELLO | {"nodes": 3}
     silent = socket.create_connection(("127.0.0.1", int(port)))
     for noise in (
         f"GET /{TEXT} HTTP/1.1\r\n\r\n".encode(),
@@ -125,11 +127,11 @@ def test_strangers_are_dropped_and_the_launch_goes_on(folder, start):
         [TEXT],
         {"kind": TEXT},
         {"problems": [TEXT], "code": 2},
-        HELLO | {"host": TEXT * 99},
-        HELLO | {"code": TEXT},
-        HELLO | {"host": f"{TEXT} - {TEXT}"},
-        HELLO | {"nodes": -5},
-        HELLO | {"node": TEXT},
+        hello | {"host": TEXT * 99},
+        hello | {"code": TEXT},
+        hello | {"host": f"{TEXT} - {TEXT}"},
+        hello | {"nodes": -5},
+        hello | {"node": TEXT},
     ):
         assert say(port, noise) == b""
     with pytest.raises(OSError):  # too long
@@ -140,15 +142,15 @@ def test_strangers_are_dropped_and_the_launch_goes_on(folder, start):
         {"values": []},
         [TEXT],
     ):
-        say(port, HELLO, LIVES, bad, is_end=False)
-    for node, nodes in ((7, 2), (2, 2), (None, 2)):
-        say(port, HELLO | {"node": node, "nodes": nodes}, LIVES, is_end=False)
-    assert b"NODE_RANK is 9 and NNODES 2 on node 0" in say(port, HELLO | {"node": 9}, LIVES)
-    say(port, HELLO | {"node": 2, "problems": [TEXT]}, LIVES, is_end=False)
+        say(port, hello, LIVES, bad, is_end=False)
+    for node in (7, 3, None):
+        say(port, hello | {"node": node}, LIVES, is_end=False)
+    assert b"NODE_RANK is 9 and NNODES 3 on node 0" in say(port, hello | {"node": 9}, LIVES)
+    say(port, hello | {"node": 3, "problems": [TEXT]}, LIVES, is_end=False)
     code, last = real.end()
     require_error_line(last)
-    assert code == 2 and last.startswith("ERROR: NODE_RANK is 7 and NNODES 2 on node 0 (")
-    worker = start(1, folder, port)
+    assert code == 2 and last.startswith("ERROR: NODE_RANK is 7 and NNODES 3 on node 0 (")
+    worker = start(1, folder, port, NNODES="3")
     worker.wait_for("has found node 0")
     for node in (worker, master):
         node.stop()
