@@ -18,7 +18,7 @@ from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation import extrapolate
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
-from shardtune.planner.simulation.simulate import Measured, Step, fake_world, simulate
+from shardtune.planner.simulation.simulate import Measured, Step, fake_world
 from shardtune.training.states.reshard import ReshardPolicy, kept_bytes
 
 POLICY = ReshardPolicy(0, False)
@@ -90,50 +90,6 @@ def test_tiles_are_tried_where_a_step_does_not_fit_without(experts, has_experts)
     tiled = planned(neither.needed_bytes - 1)  # where no group stays gathered either
     assert (plan.tiles, tiled.tiles, neither.tiles) == (1, 2, 1)
     assert plan.fits and tiled.fits and not neither.fits
-
-
-def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document():
-    config = configured()
-    with fake_world(Layout.of(config, 4), 4) as world:
-        tried, known = (
-            simulate(Step(config, POLICY, world, is_by_document=is_by_document), SHALLOW)
-            for is_by_document in (False, True)
-        )
-    attention = tried.attention._replace(ways=())  # which no trial has shown
-    assert replace(tried, attention=attention) == known
-
-
-def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with(monkeypatch):
-    """Some see windows of longer documents, and some no slices."""
-    config, known = configured(), []
-    with fake_world(Layout.of(config, 4), 4) as world:
-        measured = simulate(Step(config, POLICY, world), SHALLOW)
-
-    def simulated(step: Step, _: Any) -> Measured:
-        known.append(step.is_by_document)
-        return measured
-
-    monkeypatch.setattr(extrapolate, "simulate", simulated)
-    simulations = Simulations(SHALLOW)
-    for assignment, is_known in (
-        ("parallel.replicate=1", False),
-        ("parallel.replicate=2", True),
-        ("data.max_length=512", False),
-        ("parallel.context=2", False),
-        ("lora.rank=4", True),
-    ):
-        config = configured(assignment)
-        with fake_world(Layout.of(config, 4), 4) as world:
-            whole = whole_on_meta(config, SHALLOW, world)
-            simulations.measure(Step(config, POLICY, world), whole)
-        assert known.pop() is is_known, assignment
-    by_layer = replace(measured, attention=measured.attention._replace(by_layer=True))
-    measured, simulations = by_layer, Simulations(SHALLOW)
-    with fake_world(Layout.of(config, 4), 4) as world:
-        for _ in range(2):
-            simulations._measured.clear()
-            simulations.measure(Step(config, POLICY, world), whole)
-    assert known == [False, False]
 
 
 def test_a_row_of_a_table_measures_what_a_plan_does(monkeypatch):

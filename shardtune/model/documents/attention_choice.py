@@ -133,13 +133,10 @@ def mixing_refusal(model: PreTrainedModel, layout: Layout, leak: float, whose: s
     )
 
 
-def decide_attention(
-    trial: LogitsTrial, longest_document: int, is_by_document: bool = False
-) -> Attention:
+def decide_attention(trial: LogitsTrial, longest_document: int) -> Attention:
     """Let the model attend document by document if that is exact, else under a mask.
 
     Windows and chunks count only if they are narrower than `longest_document`, in tokens.
-    `is_by_document`: an earlier call has found it exact, so that nothing is tried.
     """
     # Three ways are tried, the fastest first: `document_attention` in every layer; each attention
     # layer called once per document; a mask over the whole row.
@@ -147,14 +144,12 @@ def decide_attention(
     usual, packing = model.config._attn_implementation, layout.packing
     mixers = state_mixers(model)
     is_auto, reason = layout.attention == "auto", f"model.attention={layout.attention}"
-    if not is_by_document and (is_auto or packing):
+    if is_auto or packing:
         trial.attend_alone()  # the measure of all ways: before the model is changed
     separate_documents(mixers, at_once=False)
     if is_auto:
         dense = dense_attention(model, longest_document)
-        if is_by_document and not keeps_states_only(model):
-            set_attention(model, DOCUMENT_ATTENTION)
-        reason = "" if is_by_document else _try_document_attention(trial)
+        reason = _try_document_attention(trial)
         if not reason:
             text = "within each document, without a mask"
             if keeps_states_only(model):

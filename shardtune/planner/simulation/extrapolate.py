@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.model.source.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.traits import FACTORS, decoder_layers, layer_types
+from shardtune.model.traits import decoder_layers, layer_types
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Peak
 from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.simulate import Measured, Step, simulate
@@ -31,8 +31,7 @@ class LayerKind(NamedTuple):
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-Tried = tuple[LayerKind, int, int]  # the kind, the longest document, ranks that share a row
-Known = tuple[dict[Hashable, Measured], set[Tried]]
+Known = dict[Hashable, Measured]
 
 
 class Simulations:
@@ -40,36 +39,27 @@ class Simulations:
 
     def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
         self.model_config, self._imbalance = model_config, imbalance
-        self._measured: dict[Hashable, Measured] = {}
-        self._by_document: set[Tried] = set()  # layers that attend by document
+        self._measured: Known = {}
 
     def known(self) -> Known:
         """Return what another process may `learn`."""
-        return self._measured, self._by_document
+        return self._measured
 
     def learn(self, known: Known) -> None:
         """Take over what another process has measured."""
-        measured, by_document = known
-        self._measured |= measured
-        self._by_document |= by_document
+        self._measured |= known
 
     def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         layout = step.world.layout
         layers = layers_of_stages(whole, layout.stages)[step.world.stage]
         kinds = layer_kinds(whole)[layers.start : layers.stop]
-        tried = {(_without_adapters(kind), layout.max_length, layout.row_ranks) for kind in kinds}
-        # Both shallow models take the same road: what one alone does would count for each layer.
-        is_known = tried <= self._by_document
-        step = replace(step, imbalance=self._imbalance, is_by_document=is_known)
+        step = replace(step, imbalance=self._imbalance)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
         new = {key: cut for key, cut in steps.items() if key not in self._measured}
         results = at_once([partial(self._simulate, cut) for cut in new.values()])
         self._measured.update(zip(new, results, strict=True))
-        attentions = [measured.attention for measured in results]
-        if any(each.by_document and not each.by_layer for each in attentions):
-            self._by_document |= tried
         short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
         return short if short is long else extrapolate(short, long, len(kinds))
 
@@ -85,7 +75,7 @@ def _key(step: Step) -> Hashable:
     layout = replace(world.layout, optimizer="")
     sections = config.model.model_dump_json(), config.lora.model_dump_json()
     place = world.local_size, world.stage
-    return step.layers, layout, sections, step.policy, *place, step.tiles, step.is_by_document
+    return step.layers, layout, sections, step.policy, *place, step.tiles
 
 
 def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
@@ -97,12 +87,6 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         kinds.append(LayerKind(types[i] if i < len(types) else None, shapes))
     return kinds
-
-
-def _without_adapters(kind: LayerKind) -> LayerKind:
-    """Return the layer's kind without LoRA, which does not change how documents are kept apart."""
-    shapes = tuple(pair for pair in kind.shapes if not pair[0].endswith(FACTORS))
-    return LayerKind(kind.layer_type, shapes)
 
 
 def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:

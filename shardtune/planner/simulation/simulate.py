@@ -55,7 +55,6 @@ class Step:
     layers: range | None = None  # the layers of the rank's stage
     tiles: int = 1  # see `tile_layers`
     imbalance: float = EXPERT_IMBALANCE
-    is_by_document: bool = False  # whether all its layers are known to attend by document
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def _decide(
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
     world, layout = step.world, step.world.layout
     trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
-    attention = decide_attention(trial, layout.max_length, step.is_by_document)
+    attention = decide_attention(trial, layout.max_length)
     require_shared(attention, layout)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:
