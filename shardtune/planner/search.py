@@ -25,7 +25,7 @@ from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.launch_arguments import mesh_arguments
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import every_mesh, value_of, with_values
+from shardtune.planner.mesh import MESH, every_mesh, value_of, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.settings import (
     ADAPTERS,
@@ -61,6 +61,7 @@ class Search:
         """Search around `plan`, and call `say` before each simulated step."""
         self.plan, self.simulations = plan, simulations
         self._may_change, self._say = may_change, say
+        self.fallen: list[Plan] = []  # simulated runs that do not fit
 
     @cached_property
     def configured(self) -> Estimate:
@@ -96,7 +97,26 @@ class Search:
 
         `plan` may be a bound.
         """
-        return next(iter(self._try(self._same_training(), 1 / _MARGIN, wanted=1)), None)
+        plan = next(iter(self._try(self._same_training(), 1 / _MARGIN, wanted=1)), None)
+        if plan and plan.layout.checkpointing == "full":
+            return self._keeping_more(plan)
+        return plan
+
+    def _keeping_more(self, plan: Plan) -> Plan:
+        """Return the run with selective checkpointing if a simulated step shows it faster."""
+        values = {key: value for key, value in plan.values.items() if key not in MESH}
+        values |= {"model.activation_checkpointing": "selective"}
+        limit, step_s = _MARGIN * plan.machine.memory_bytes, plan.about_s or plan.floor_s
+        slowest_s = plan.floor_s - (1 - _FASTER) * step_s  # else it saves little of a step
+        faster = (
+            mesh
+            for mesh in self._estimates(values, plan.price)
+            if mesh.peak_bytes <= limit and mesh.floor_s < slowest_s
+        )
+        other = next(map(self._simulate, filter(self._can_be_cut, faster)), None)
+        if not other or not other.fits:
+            return plan
+        return min(plan, other, key=lambda run: run.about_s or run.floor_s)
 
     def fastest_by_arithmetic(
         self, is_possible: Callable[[Estimate], bool] = lambda run: True
@@ -193,6 +213,7 @@ class Search:
                 if plan and plan.fits:
                     plans.append(plan)
                 elif plan:
+                    self.fallen.append(plan)
                     ratio = plan.needed_bytes / mesh.peak_bytes
                     key = _stages_and_rows(mesh)
                     factors[key] = max(ratio, factors.get(key, factor))

@@ -50,7 +50,7 @@ def test_a_verdict_says_what_is_tight_and_what_compiled_layers_save():
     config = configured("model.activation_checkpointing=none", "model.compile=true")
     plan = make_plan(config, with_layers(LLAMA, 2), MACHINE)
     tight = replace(plan, machine=replace(MACHINE, memory_bytes=plan.peak_bytes + 2.9e9))
-    assert "The run fits, but it is tight, " in verdict(tight)
+    assert "The run fits, but it is tight (" in verdict(tight)
     assert "The run fits, 8.0 GB hold" in verdict(plan)
     small = replace(plan, machine=replace(MACHINE, memory_bytes=plan.peak_bytes - 1))
     assert verdict(small).endswith("; compiled layers keep a quarter to a third less than these")

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import re
 import sys
+from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 from helpers.commands import REPOSITORY, completed
 from helpers.pinned import on_path
-from helpers.planned import LLAMA
+from helpers.planned import LLAMA, MACHINE, configured
 from transformers import LlamaConfig
 
 from shardtune.__main__ import COMMANDS, run
+from shardtune.planner.command.team_table import _notes, _Question
+from shardtune.planner.make_plan import bound_plan, make_plan
+from shardtune.planner.search import Search
+from shardtune.planner.simulation.extrapolate import Simulations
+from shardtune.units import gb
 
 # Each command line, and what is refused; for none the command's help.
 REFUSED = {
@@ -40,7 +47,7 @@ REFUSED = {
 WIDE = LlamaConfig(
     **LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
 )
-MACHINE = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
+ONE_GPU = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
 COST = ["--tokens", "1e9", "--price", "2", "--gpus-per-node", "2"]
 SCRIPT = """
 import json, sys
@@ -85,15 +92,18 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
 def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, capsys):
     """1.3 GB of a GPU are allowed for the device's own; frozen weights fit into the rest."""
     WIDE.save_pretrained(tmp_path)
-    assert run(["plan", str(tmp_path), *MACHINE, "3.3", "data.max_length=64", *COST]) == 0
-    title, head, *rough, _, simulated, again, whole, adapters, more, _, _, _, _, _ = (
+    assert run(["plan", str(tmp_path), *ONE_GPU, "3.3", "data.max_length=64", *COST]) == 0
+    title, head, *rough, _, simulated, again, whole, adapters, more, tight, _, _, _, _, _ = (
         capsys.readouterr().out.splitlines()
     )
-    assert (title, simulated, again) == ("By arithmetic, roughly:", "Simulated:", head)
+    assert (title, simulated) == ("By arithmetic, roughly:", "Simulated:")
+    assert "hours, at least  price, at least  settings" in head and tight.startswith("tight: ")
+    *_, at_least, _, _ = rough[1].split()  # its settings are one word
+    assert float(at_least.replace(",", "")) > 0
     assert [line.split()[2:4] for line in rough] == [["weights", "no"], ["tight", "2.9"]]
     assert head.split()[:3] == ["nodes", "trains", "fits"]
     assert whole.split() == ["1", "all", "weights", "no", *"-------"]
-    assert "hours, about  price, about  settings" in head
+    assert "hours, about  price, about  settings" in again
     _, _, _, _, about, _, _, hours, price, *_ = adapters.split()
     assert float(price.replace(",", "")) == pytest.approx(2 * 2 * float(hours), rel=0.01)
     assert float(hours) == pytest.approx(1e9 / float(about.replace(",", "")) / 3600, rel=0.01)
@@ -104,12 +114,35 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
 
 
+def test_a_row_names_the_much_faster_runs_that_did_not_fit():
+    simulations = Simulations(LLAMA)
+    fell = make_plan(configured(), LLAMA, MACHINE, simulations)
+    options = Namespace(nodes=2)
+    search = Search(fell, simulations)
+    question = _Question(options, "a", "LoRA", search, "a", "LoRA")
+    phase, peak = max(fell.peaks.items(), key=lambda item: item[1].n_bytes)
+    (note,) = _notes(question, None, [fell])
+    assert note.startswith(f"LoRA on 2 nodes: a step of {fell.floor_s:.3g} s fell: ")
+    assert f"{gb(peak.n_bytes)} GB in {phase} (" in note
+    assert [*_notes(question, fell, [fell])] == []  # it is no faster
+
+
+@pytest.mark.parametrize(("flops_per_s", "is_kept"), [(1e11, True), (1e15, False)])
+def test_a_row_keeps_more_activations_where_that_is_faster_and_fits(flops_per_s, is_kept):
+    config = configured("model.activation_checkpointing=full", "data.max_length=2048")
+    machine = replace(MACHINE, nodes=1, flops_per_s=flops_per_s)
+    search = Search(bound_plan(config, LLAMA, machine), Simulations(LLAMA))
+    plan = search.fastest()
+    assert plan and plan.fits
+    assert (plan.layout.checkpointing == "selective") is is_kept
+
+
 @pytest.mark.full
 def test_a_team_to_which_nothing_fits_is_refused_with_a_row_of_each_model(tmp_path, capsys):
     for name in ("one", "other"):
         WIDE.save_pretrained(tmp_path / name)
     models = [str(tmp_path / name) for name in ("one", "other")]
-    assert run(["plan", *models, *MACHINE, "1.4", "data.max_length=64"]) == 3
+    assert run(["plan", *models, *ONE_GPU, "1.4", "data.max_length=64"]) == 3
     printed = capsys.readouterr()
     _, _, *rows = printed.out.partition("Simulated:")[0].splitlines()
     assert [row.split()[0] for row in rows if row] == ["one"] * 2 + ["other"] * 2

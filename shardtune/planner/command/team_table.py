@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,15 @@ from shardtune.planner.command.plan_command import (
     read_planned_config,
     require_runnable,
 )
-from shardtune.planner.command.text import assumed, hours, is_tight, number_text, spread, table
+from shardtune.planner.command.text import (
+    TIGHT,
+    assumed,
+    hours,
+    is_tight,
+    number_text,
+    spread,
+    table,
+)
 from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.mesh import with_values
@@ -31,6 +40,7 @@ from shardtune.planner.status_lines import Say
 from shardtune.units import gb
 
 _ROWS = 32  # the fewest rows of a step
+_MUCH_FASTER = 3.0  # a row names the runs that would be faster by this ratio, but do not fit
 _ACCUMULATION = "train.gradient_accumulation_steps"
 
 
@@ -42,6 +52,7 @@ class _Question(NamedTuple):
     trains: str
     search: Search
     shown: str  # the model in the table
+    named: str  # the question in a sentence
 
 
 def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
@@ -53,37 +64,58 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
         UserError: a run would be refused, or nothing fits (code 3).
     """
     models = list(dict.fromkeys(read_run_config(options).model.path for options in runs))
-    head = _head(models, runs[0])
+    head, head_about = (_head(models, runs[0], word) for word in ("at least", "about"))
     questions: list[_Question] = []
+    may_fit: list[bool] = []
     for question in _questions(runs, models, say):
         if not questions:
             print("By arithmetic, roughly:", *table(head, []), sep="\n")
         questions.append(question)
-        print(_line(head, question, question.search.fastest_by_arithmetic()), flush=True)
+        rough = question.search.fastest_by_arithmetic()
+        may_fit.append(rough is not None)
+        print(_line(head, question, rough), flush=True)
     for search in {question.model: question.search for question in questions}.values():
         require_runnable(search.plan.config, search.simulations.model_config, say)
-    print("", "Simulated:", *table(head, []), sep="\n", flush=True)
+    print("", "Simulated:", *table(head_about, []), sep="\n", flush=True)
     lines: list[str] = []
     fits = False
     say(f"simulating steps for {len(questions)} rows, two rows at a time")
-    simulated = in_turn([partial(_simulated, head, question) for question in questions])
-    for question, (line, is_found, known) in zip(questions, simulated, strict=True):
+    asked = zip(questions, may_fit, strict=True)
+    simulated = in_turn([partial(_simulated, head_about, *each) for each in asked])
+    for question, (line, is_found, notes, known) in zip(questions, simulated, strict=True):
         question.search.simulations.learn(known)
         fits |= is_found
         print(line, flush=True)
+        lines += notes
         if not is_found and question.options.nodes == runs[-1].nodes:
-            lines += _from_more_nodes(question, len(models) > 1)
-    print(
-        *lines, *_assumptions([question.search.plan for question in questions], runs[0]), sep="\n"
-    )
+            lines += _from_more_nodes(question)
+    lines += _assumptions([question.search.plan for question in questions], runs[0])
+    print(*dict.fromkeys(lines), sep="\n")
     if not fits:
         raise DoesNotFit(f"nothing of {', '.join(models)} fits - take more or larger GPUs")
 
 
-def _simulated(head: Sequence[str], question: _Question) -> tuple[str, bool, Known]:
-    """Return the row of the fastest run, whether one fits, and what was simulated for it."""
-    plan = question.search.fastest()
-    return _line(head, question, plan), plan is not None, question.search.simulations.known()
+def _simulated(
+    head: Sequence[str], question: _Question, may_fit: bool
+) -> tuple[str, bool, list[str], Known]:
+    """Return the row of the fastest run, whether one fits, its notes, and what was simulated."""
+    search = question.search
+    plan = search.fastest() if may_fit else None
+    notes = [*_notes(question, plan, search.fallen)]
+    return _line(head, question, plan), plan is not None, notes, search.simulations.known()
+
+
+def _notes(question: _Question, plan: Plan | None, fallen: Sequence[Plan]) -> Iterator[str]:
+    """Say what `tight` means, and which much faster runs did not fit."""
+    if plan and is_tight(plan):
+        yield f"tight: {TIGHT}"
+    slowest_s = plan.floor_s / _MUCH_FASTER if plan else math.inf
+    for faster in (fell for fell in fallen if fell.floor_s < slowest_s):
+        phase, peak = max(faster.peaks.items(), key=lambda item: item[1].n_bytes)
+        yield (
+            f"{question.named} on {question.options.nodes} nodes: a step of {faster.floor_s:.3g} s "
+            f"fell: {gb(peak.n_bytes)} GB in {phase} ({' '.join(mesh_arguments(faster))})"
+        )
 
 
 def _questions(
@@ -98,7 +130,9 @@ def _questions(
         adapters = {} if config.lora.rank else ADAPTERS
         for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
             search = _search(options, with_values(config, values), simulations[path], say)
-            yield _Question(options, path, trains, search, _shown(path, models))
+            shown = _shown(path, models)
+            named = f"{shown}, {trains}" if len(models) > 1 else trains.capitalize()
+            yield _Question(options, path, trains, search, shown, named)
 
 
 def _search(
@@ -120,22 +154,23 @@ def _shown(model: str, models: Sequence[str]) -> str:
     return name if [Path(other).name for other in models].count(name) == 1 else model
 
 
-def _head(models: Sequence[str], options: argparse.Namespace) -> list[str]:
+def _head(models: Sequence[str], options: argparse.Namespace, word: str) -> list[str]:
+    """Return the names of the columns. `word`: "about", or "at least" by arithmetic alone."""
     # Padded to the widest cell below it, since each row is printed as soon as it is known.
     widest = max(len(_shown(model, models)) for model in models)
     head = [f"{'model':<{widest}}"] if len(models) > 1 else []
     head += ["nodes", f"{'trains':<11}", "fits ", "peak, GB", "tokens/s about"]
     head += ["step, s at least", "tokens/s at most"]
     if options.tokens or options.price:
-        head += ["hours, about"]
+        head += [f"hours, {word}"]
     if options.price:
-        head += ["price, about"]
+        head += [f"price, {word}"]
     return [*head, "settings"]
 
 
 def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str:
     """Return a row of the table. A simulated run also has a time that it takes about."""
-    options, _, trains, _, _ = question
+    options, trains = question.options, question.trains
     cells = [question.shown] if head[0].startswith("model") else []
     cells += [f"{options.nodes}", trains]
     if not run:
@@ -146,10 +181,11 @@ def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str
     cells += [_rate(run, about_s) if about_s else "-", f"{run.floor_s:.3g}"]
     cells += [_rate(run, run.floor_s)]
     if options.tokens or options.price:
-        length = run_length(run.config, run.layout, options.tokens) if about_s else ""
-        taken = hours(about_s, run, length) if about_s else 0.0
+        step_s = about_s if isinstance(run, Plan) else run.floor_s
+        length = run_length(run.config, run.layout, options.tokens) if step_s else ""
+        taken = hours(step_s, run, length) if step_s else 0.0
         money = (options.price or 0.0) * taken * run.machine.ranks
-        more = [number_text(taken), number_text(money)] if about_s else ["-", "-"]
+        more = [number_text(taken), number_text(money)] if step_s else ["-", "-"]
         cells += more[: 1 + bool(options.price)]
     return [*table(head, [[*cells, " ".join(mesh_arguments(run))]])][1]
 
@@ -158,12 +194,10 @@ def _rate(run: Estimate, step_s: float) -> str:
     return f"{float(f'{run.step_tokens / step_s:.3g}'):,.0f}"
 
 
-def _from_more_nodes(question: _Question, is_one_of_many: bool) -> Iterator[str]:
+def _from_more_nodes(question: _Question) -> Iterator[str]:
     if mesh := question.search.fewest_nodes():
-        what = f"{question.shown}, {question.trains}"
-        what = what if is_one_of_many else question.trains[0].upper() + question.trains[1:]
         yield (
-            f"{what}: from {mesh.machine.nodes} nodes, by arithmetic "
+            f"{question.named}: from {mesh.machine.nodes} nodes, by arithmetic "
             f"(about {gb(mesh.peak_bytes)} GB with {' '.join(as_arguments(mesh.values))})"
         )
 

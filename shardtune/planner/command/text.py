@@ -16,6 +16,7 @@ from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
 _TIGHT_BYTES = 3e9  # the plans of others' best described runs are up to 9% below their memory
+TIGHT = f"less than {_TIGHT_BYTES / 1e9:g} GB are left, and published runs took up to 9% more"
 _COMPARED = ("H100", "H200", "A100")  # cards of published runs
 
 
