@@ -40,6 +40,7 @@ from shardtune.errors import UserError
 
 _MOST_VARIANTS = 64
 _EMPTY: Note = (Outcome.EMPTY_ANSWER, "")
+_EMPTY_QUESTION: Note = (Outcome.EMPTY_QUESTION, "")
 Record = dict[str, Any]
 Text = str | list[Message]
 Offsets = list[tuple[int, int]]
@@ -263,6 +264,8 @@ class ChatEncoder:
         def encode_part(end: int) -> EncodedRecord:
             encoded = encode(chat, trained, end)
             empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
+            asked = (m for m in messages[:end] if m["role"] == "user")
+            empty += [_EMPTY_QUESTION for message in asked if is_empty(message)]
             of_all = notes if end == len(messages) else ()
             return replace(encoded, notes=(*of_all, *encoded.notes, *empty))
 
@@ -338,7 +341,8 @@ class ChatEncoder:
         prompt_ids = self._with_bos(ids[:length])
         trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)
         encoded = self._with_stop(prompt_ids + ids[length:], trained, len(prompt_ids))
-        return encoded if completion.strip() else replace(encoded, notes=(_EMPTY,))
+        empty = [_EMPTY_QUESTION] * (not prompt.strip()) + [_EMPTY] * (not completion.strip())
+        return replace(encoded, notes=tuple(empty)) if empty else encoded
 
     def encode_tokens(self, ids: Sequence[int], loss_mask: Sequence[bool] | None) -> EncodedRecord:
         """Encode tokens as they are; those of `loss_mask` are trained, or all with `loss_on=all`.

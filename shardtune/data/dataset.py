@@ -29,6 +29,7 @@ from shardtune.data.outcomes import (
     NAMED_PROBLEMS,
     TOO_LONG,
     BrokenRecords,
+    FirstRecord,
     Outcome,
     OutcomeCounts,
 )
@@ -270,14 +271,15 @@ class _SetWriter:
         if n_sources > 1:
             self._digests["source"] = xxhash.xxh3_128()
         self.name, self.outcomes = f"data.{name}", OutcomeCounts()
-        self.first_records: dict[tuple[Outcome, str, str], int] = {}
+        self.first_records: dict[tuple[Outcome, str, str], FirstRecord] = {}
         self.hashes = RecordHashes()
-        self.n_records = self.n_sequences = self.n_tokens = self.n_trained = 0
+        self.n_records = self.n_sequences = self.n_tokens = self.n_trained = self.longest = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
         self.n_records += chunk.n_records
         self.outcomes.update(chunk.outcomes)
         self.first_records = chunk.first_records | self.first_records
+        self.longest = max(self.longest, chunk.longest)
         self.hashes.add(chunk.hashes)
         if not chunk.sequences:
             return
@@ -316,8 +318,17 @@ class _SetWriter:
         return [f"{self.name}: {line}" for line in (totals, *self._outcome_lines().values())]
 
     def _outcome_lines(self) -> dict[tuple[Outcome, str], str]:
-        """Return the lines of `outcomes`; warn if most tokens are repeated context."""
+        """Return the lines of `outcomes`, with what a reader of them would look for.
+
+        Warn if most tokens are repeated context.
+        """
         lines = self.outcomes.lines()
+        for outcome, detail in lines:
+            if outcome in TOO_LONG:
+                lines[outcome, detail] += f" | data.max_length={self.longest} holds all"
+            if outcome in (Outcome.EMPTY_QUESTION, Outcome.EMPTY_ANSWER):
+                place = self.first_records[outcome, detail, ""].place
+                lines[outcome, detail] += f" | first: {place} - write it, or leave such records out"
         for key in ((Outcome.TURNS_APART, ""), (Outcome.LONGER_PROMPT, "")):
             if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
                 lines[key] = f"WARNING: {lines[key]} - data.loss_on=last trains the last one alone"
@@ -326,7 +337,7 @@ class _SetWriter:
     def examples(self) -> dict[str, int]:
         """Return the index of the first record of each line about an outcome."""
         lines = self._outcome_lines().items()
-        return {f"{self.name}: {line}": self.first_records[*key, ""] for key, line in lines}
+        return {f"{self.name}: {line}": self.first_records[*key, ""].record for key, line in lines}
 
 
 @dataclass

@@ -60,6 +60,7 @@ class Outcome(Enum):
     ARGUMENTS_AS_TEXT = (
         "tool calls whose arguments the chat template gets as JSON text: it takes no objects"
     )
+    EMPTY_QUESTION = "questions without a text", True
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
     EMPTY_THOUGHT = "answers that train an empty thought"
     EMPTY_THOUGHT_BUT = (
@@ -92,6 +93,13 @@ TOO_LONG = (
     Outcome.PARTLY_DROPPED,
     Outcome.DROPPED,
 )
+
+
+class FirstRecord(NamedTuple):
+    """The first record of an outcome: its index in its set, and its file and line."""
+
+    record: int
+    place: str
 
 
 class OutcomeCounts(Counter[tuple[Outcome, str, str]]):

@@ -71,7 +71,8 @@ def leading_turns(
         return whole
     # Only the whole conversation is compared with its rendering; empty answers that are cut off
     # are not trained.
-    notes = [note for note in whole.notes if note[0] is not Outcome.EMPTY_ANSWER]
+    of_turns = (Outcome.EMPTY_QUESTION, Outcome.EMPTY_ANSWER)
+    notes = [note for note in whole.notes if note[0] not in of_turns]
     return replace(encoded, notes=(*notes, *encoded.notes), too_long=whole.sequences)
 
 

@@ -329,6 +329,8 @@ def _columns_for(present: Mapping[str, Any]) -> str:
         return f'write "data.columns={{{kind}: {turns[0]}}}"'
     question = next((name for name in _QUESTIONS if name in texts), None)
     answer = next((name for name in _ANSWERS if name in texts), None)
+    if (not question or not answer) and len(texts) == 2:  # a table writes the question first
+        question, answer = texts
     if not question or not answer:
         return ""
     context = {"input": "context"} if "context" in texts else {}

@@ -21,7 +21,7 @@ from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
 from shardtune.data.duplicates import RecordHash, hash_of
 from shardtune.data.messages import is_media
-from shardtune.data.outcomes import BrokenRecord, Outcome, OutcomeCounts
+from shardtune.data.outcomes import BrokenRecord, FirstRecord, Outcome, OutcomeCounts
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.record_files import RecordChunk
@@ -39,14 +39,15 @@ class SetChunk:
 
     `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
     of each. `n_records`: the number of their records, with untrained and dropped ones.
-    `first_records`: the index of the first record of each of `outcomes`. `hashes`: those of the
-    records that have a sequence.
+    `first_records`: the first record of each of `outcomes`. `longest`: tokens of the longest
+    sequence before it is cut. `hashes`: those of the records that have a sequence.
     """
 
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     n_records: int = 0
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
-    first_records: dict[tuple[Outcome, str, str], int] = field(default_factory=dict)
+    first_records: dict[tuple[Outcome, str, str], FirstRecord] = field(default_factory=dict)
+    longest: int = 0
     hashes: list[RecordHash] = field(default_factory=list)
 
     def add(
@@ -56,7 +57,9 @@ class SetChunk:
         self.n_records += 1
         for note in encoded.notes:
             self.outcomes.add(*note)
-        if not any(any(s.trained[1:]) for s in encoded.too_long or encoded.sequences):
+        whole = encoded.too_long or encoded.sequences
+        self.longest = max([self.longest, *(len(s.input_ids) for s in whole)])
+        if not any(any(s.trained[1:]) for s in whole):
             self.outcomes.add(Outcome.UNTRAINED)
             return
         self.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
@@ -127,7 +130,8 @@ class ChunkTokenizer:
                     sequences.outcomes.add(unread_outcome(name), name)
                 for key in sequences.outcomes.keys() - sequences.first_records.keys():
                     if sequences.outcomes[key]:
-                        sequences.first_records[key] = chunk.first_record + i
+                        first = FirstRecord(chunk.first_record + i, chunk.place(i))
+                        sequences.first_records[key] = first
             except RecordError as error:
                 ends_file = isinstance(error, FileError)
                 index, place = chunk.first_record + i, chunk.place(i)
@@ -135,7 +139,8 @@ class ChunkTokenizer:
         for name in chunk.unread_columns:
             own = result.sets[chunk.set_name]
             own.outcomes.add(unread_outcome(name), name, len(chunk.numbers))
-            own.first_records[unread_outcome(name), name, ""] = chunk.first_record
+            first = FirstRecord(chunk.first_record, chunk.place(0))
+            own.first_records[unread_outcome(name), name, ""] = first
         return result
 
     def encoder_of(self, chunk: RecordChunk, record: dict[str, Any]) -> ChatEncoder:

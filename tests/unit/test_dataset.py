@@ -205,7 +205,10 @@ def test_overflow_is_counted(data, texts, lines, model, tmp_path):
     run = Run(model, write(tmp_path / "a.jsonl", OVERFLOWING), **data)
     assert [text for text, _ in run.texts()] == texts
     said = {line for line in run.prepared.lines if "end token was appended" not in line}
-    assert said == {f"data.train: {line}" for line in lines}
+    holds_all = " | data.max_length=12 holds all"
+    assert said == {f"data.train: {line}{holds_all * (LONG in line)}" for line in lines}
+    longer = Run(model, tmp_path / "a.jsonl", **data | {"max_length": 12})
+    assert not any("longer than" in line for line in longer.prepared.lines)
     assert not any(run.prepared.train[i][1][0] for i in range(len(run.prepared.train)))
 
 
@@ -239,9 +242,11 @@ def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(model, tmp_pa
     long = "records longer than data.max_length=30"
     assert [line for line in run.prepared.lines if long in line] == [
         f"data.train: {long}, cut behind the last turn that fits: 1 | trained turns lost: 1 | "
-        f"tokens lost: {tokens} | trained tokens lost: 6",
+        f"tokens lost: {tokens} | trained tokens lost: 6 | "
+        f"data.max_length={both + tokens} holds all",
         f"data.train: WARNING: {long}, dropped: 1 | trained turns lost: 2 | "
-        f"tokens lost: {both + tokens} | trained tokens lost: 8",
+        f"tokens lost: {both + tokens} | trained tokens lost: 8 | "
+        f"data.max_length={both + tokens} holds all",
     ]
 
 
@@ -258,12 +263,21 @@ def test_empty_answers_are_counted(model, tmp_path):
     call = {"tool_calls": [{"function": {"name": "f"}}]}
     calls = {"messages": [chat("q")["messages"][0], {"role": "assistant", "content": "", **call}]}
     lines = Run(model, write(tmp_path / "a.jsonl", [*empty, silent, calls])).prepared.lines
-    assert "data.train: WARNING: answers without a text, trained to end at once: 6" in lines
+    first = f" | first: {tmp_path}/a.jsonl:1 - write it, or leave such records out"
+    said = "data.train: WARNING: answers without a text, trained to end at once: "
+    assert f"{said}6{first}" in lines
     last = Run(model, tmp_path / "a.jsonl", loss_on="last").prepared.lines
-    assert "data.train: WARNING: answers without a text, trained to end at once: 4" in last
+    assert f"{said}4{first}" in last
     cut_off = {"messages": [*chat("q", "")["messages"], *chat("q " * 40, " ")["messages"]]}
     cut = Run(model, write(tmp_path / "b.jsonl", [cut_off]), max_length=40).prepared.lines
-    assert "data.train: WARNING: answers without a text, trained to end at once: 1" in cut
+    assert f"{said}1{first.replace('a.jsonl', 'b.jsonl')}" in cut
+
+
+def test_empty_questions_are_counted(model, tmp_path):
+    records = [chat("q", "a"), chat(" ", "a"), {"prompt": "", "completion": "a"}]
+    lines = Run(model, write(tmp_path / "a.jsonl", records)).prepared.lines
+    first = f"{tmp_path}/a.jsonl:2 - write it, or leave such records out"
+    assert f"data.train: WARNING: questions without a text: 2 | first: {first}" in lines
 
 
 def test_overflow_may_be_refused(model, tmp_path):

@@ -158,6 +158,11 @@ NAMED_OTHERWISE = [
     ({"instruction": "q", "response": "a"}, ["output: response", "prompt: instruction"], CHAT),
     ({"input": "q", "output": "a"}, ["instruction: input", "prompt: input"], CHAT),
     (
+        {"Frage": "q", "Antwort": "a"},
+        ["instruction: Frage, output: Antwort", "prompt: Frage, completion: Antwort"],
+        CHAT,
+    ),
+    (
         {"instruction": "q", "context": "c", "response": "a"},
         ["input: context, output: response"],
         chat("q\nc", "a")["messages"],
