@@ -88,11 +88,13 @@ class SampleEntry(_Entry):
     """The likeliest token each time, `eval.sample_tokens` at most."""
     reference: str
     """The record's own answer."""
+    is_cut: NotRequired[bool]
+    """Whether the answer was cut off before its end; missing where it was not."""
 
 
 @_described
 class ScoreEntry(_Entry):
-    """With `export.command`: the numbers in the last line of the command."""
+    """With `export.command`: the numbers in the last line of the command, or that it failed."""
 
     kind: Literal["score"]
     step: Count
@@ -100,9 +102,11 @@ class ScoreEntry(_Entry):
     model: str
     """Its folder within run.dir."""
     scores: dict[str, Number]
-    """Each number by its name."""
+    """Each number by its name; none where the command failed."""
     seconds: Number
     """How long the command took."""
+    exit_code: NotRequired[int]
+    """The command's exit code, or minus the signal that ended it; missing where it is 0."""
 
 
 @_described

@@ -152,7 +152,10 @@ def _samples(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
     for entry in samples:
         if entry["step"] == last:
             name = f"{_prefix(run, is_one_of_many)}step {last}"
-            yield _row(name, [str(entry.get(key)) for key in ("prompt", "answer", "reference")])
+            prompt, answer, reference = (
+                str(entry.get(key)) for key in ("prompt", "answer", "reference")
+            )
+            yield _row(name, [prompt, answer + " (cut off)" * ("is_cut" in entry), reference])
 
 
 def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:

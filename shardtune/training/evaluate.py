@@ -140,18 +140,20 @@ def answer_prompts(context: TrainContext, step: int, stop: StopRequest | None = 
         return
     decode = encoders[0].tokenizer.decode
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+        is_cut = answer[-1] not in ends
         texts = (
             decode(prompt.tokens),
-            *(decode(ids, skip_special_tokens=True) for ids in (answer, prompt.reference)),
+            decode(answer if is_cut else answer[:-1], skip_special_tokens=True),
+            decode(prompt.reference, skip_special_tokens=True),
         )
         entry = SampleEntry(
             kind="sample", step=step, prompt=texts[0], answer=texts[1], reference=texts[2]
         )
-        context.metrics.write(entry)
+        context.metrics.write(entry | {"is_cut": True} if is_cut else entry)
         asked, said, expected = map(quoted, texts)
         logger.info(
-            f"Sample {number} of {len(prompts)} after step {step}: {asked} | Answer {said} | "
-            f"Reference {expected}"
+            f"Sample {number} of {len(prompts)} after step {step}: {asked} | Answer {said}"
+            f"{' (cut off)' * is_cut} | Reference {expected}"
         )
     seconds = time.perf_counter() - began
     logger.info(f"Samples took {seconds:.1f} s for {sum(map(len, answers))} tokens")
@@ -160,7 +162,7 @@ def answer_prompts(context: TrainContext, step: int, stop: StopRequest | None = 
 def _greedy(
     context: TrainContext, prompts: list[Prompt], ends: list[int], stop: StopRequest | None
 ) -> list[list[int]] | None:
-    """Return the likeliest tokens behind each prompt, without the one that ends the answer.
+    """Return the likeliest tokens behind each prompt, with the one that ends the answer, if any.
 
     Each further token is one forward over the whole texts. Return None on every rank if a rank has
     received a signal.
@@ -194,8 +196,7 @@ def _greedy(
             if texts[n][-1] not in ends
             and len(texts[n]) < min(begins[n] + config.eval.sample_tokens, most_tokens - 1)
         ]
-    answers = (text[begin:] for text, begin in zip(texts, begins, strict=True))
-    return [answer[:-1] if answer[-1] in ends else answer for answer in answers]
+    return [text[begin:] for text, begin in zip(texts, begins, strict=True)]
 
 
 def _next_tokens(model: PreTrainedModel, batch: Batch) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -192,7 +193,11 @@ def test_a_command_that_fails_ends_nothing(code, said, folder):
     given = ["run.dir=run", "train.max_steps=1", "distributed.save_timeout_s=3"]
     done = train(1, *SETTINGS, *CONSTANT, *given, command(code), cwd=folder)
     assert said.format("model") in finish(done)
-    assert read_metrics(folder / "run", "score") == []
+    failed = re.findall("ended with (-?[0-9]+)", said)
+    scores = read_metrics(folder / "run", "score")
+    assert [(entry["scores"], f"{entry['exit_code']}") for entry in scores] == [
+        ({}, code) for code in failed
+    ]
 
 
 @pytest.mark.parametrize(

@@ -137,18 +137,20 @@ class ExportCommand:
     def _take_score(self, running: _Running) -> None:
         name, code = running.model.name, running.process.returncode
         last = _last_line(running.output)
-        if code:
-            said = f": {quoted(last)}" if last else ""
-            logger.warning(f"export.command ended with {code} for {name}{said}")
-            return
-        if not (scores := _scores(last)):
-            logger.info(f"export.command: its last line for {name} is no JSON object of numbers")
-            return
+        scores = {} if code else _scores(last)
         seconds = time.monotonic() - running.began
         model = running.model.relative_to(self._run_dir)
         entry = ScoreEntry(
             kind="score", step=running.step, model=f"{model}", scores={**scores}, seconds=seconds
         )
+        if code:
+            self._metrics.write(entry | {"exit_code": code})
+            said = f": {quoted(last)}" if last else ""
+            logger.warning(f"export.command ended with {code} for {name}{said}")
+            return
+        if not scores:
+            logger.info(f"export.command: its last line for {name} is no JSON object of numbers")
+            return
         self._metrics.write(entry)
         shown = ", ".join(f"{quoted(key)} {value:g}" for key, value in scores.items())
         logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
