@@ -18,6 +18,7 @@ COPY pyproject.toml train_fsdp.py config.yaml launch_node0.sh launch_node1.sh ./
 COPY shardtune shardtune
 COPY distTest distTest
 COPY examples examples
+COPY docs docs
 RUN pip install --no-cache-dir --no-deps -e .
 
 # A run: ./launch_node0.sh [arguments of train_fsdp.py].

@@ -41,6 +41,7 @@ from shardtune.errors import AGAIN, Aborted, RunFailed, UserError, first_line
 from shardtune.log import logger
 from shardtune.model.source.files import model_folder
 from shardtune.run_files import METRICS
+from shardtune.units import rounded_gb
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:
@@ -228,7 +229,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         if aside := durable_fs.rename(folder, out):
-            logger.info(f"Earlier model moved aside: {aside}")
+            size = rounded_gb(durable_fs.size(aside))
+            logger.info(f"Earlier model moved aside: {aside} ({size}; you may delete it)")
     except BaseException:
         durable_fs.delete(folder)
         raise
