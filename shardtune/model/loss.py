@@ -82,7 +82,9 @@ class LossHead(nn.Linear):
             return super().forward(hidden)
         predicting = hidden.flatten(0, -2).index_select(0, self.batch.predicting)
         if self.makes_logits or not self.is_last:
-            return super().forward(predicting).unsqueeze(0)
+            logits = super().forward(predicting.unsqueeze(0))
+            # No view, which it is with a bias: FSDP2 loses its hooks where one is changed in place.
+            return logits if self.bias is None else logits.clone()
         options = torch.is_grad_enabled(), self.device_type
         arguments = (predicting, self.weight, self.bias, self.batch.targets, *options)
         return cast(torch.Tensor, _SummedCrossEntropy.apply(*arguments))

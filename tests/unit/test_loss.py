@@ -31,6 +31,14 @@ def a_head(
     return head, targets
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_model_may_change_its_logits_in_place(has_bias):
+    """FSDP2 warns of a view: its hooks are lost where that is changed."""
+    head, _ = a_head(16, 331, has_bias, torch.float32, torch.arange(5))
+    head.makes_logits = True
+    assert not head(torch.randn(1, 9, 16, requires_grad=True))._is_view()
+
+
 def gradients_of(loss: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return list(torch.autograd.grad(3 * loss, [tensor for tensor in tensors if tensor is not None]))
 
