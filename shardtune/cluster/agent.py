@@ -39,7 +39,7 @@ from shardtune.cluster.preflight import check_nodes, start_helper
 from shardtune.cluster.rendezvous import meet
 from shardtune.cluster.stuck import TICK_S
 from shardtune.config_io import read_run_arguments
-from shardtune.distributed.rank_record import Failure
+from shardtune.distributed.rank_record import SHORT_START, Failure
 from shardtune.distributed.signals import SIGNALS
 from shardtune.error_lines import print_errors
 from shardtune.errors import UserError, first_line
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str], checks_only: bool = False) -> None:
         read_run_arguments(["--help"], REPOSITORY / "config.yaml")
     environment = read_environment(os.environ, arguments)
     set_defaults(environment)
-    if not checks_only:
+    if not checks_only and SHORT_START not in os.environ:
         logger.info(banner(environment))
     agent = Agent(environment, arguments, checks_only)
     failure = asyncio.run(agent.launch())
@@ -127,10 +127,10 @@ class Agent:
         with tempfile.TemporaryDirectory(prefix="shardtune.", ignore_cleanup_errors=True) as name:
             facts = await check_nodes(self._control, self._environment, self._helper, Path(name))
             size = len(self._control.nodes)
-            who = f"all {size} nodes agree"
-            if size == 1:
-                who = "NNODES=1, so this node waits for no other"
-            say(f"{who} ({time.monotonic() - started:.0f} s)")
+            who = "NNODES=1, so this node waits for no other"
+            if SHORT_START not in os.environ:
+                who = f"all {size} nodes agree" if size > 1 else who
+                say(f"{who} ({time.monotonic() - started:.0f} s)")
             if self._checks_only:
                 return Failure(0, [])
             self._helper.end()

@@ -101,16 +101,23 @@ def agreement(facts: Sequence[Message]) -> list[str]:
             where = " is on each node's own disk, and checkpoints are lost with any of them"
     free = " and ".join(gb(fact["free_disk_bytes"], 0) for fact in facts[:8])
     run_dir = f"run.dir {first['run_dir']}{where}, {free} GB free"
-    return [installed, f"digests: {digests}", run_dir, *first["remarks"]]
+    compared = [f"digests: {digests}"] * (len(facts) > 1)
+    return [installed, *compared, run_dir, *first["remarks"]]
 
 
 def table(facts: Sequence[Message], figures: Sequence[Message], hosts: Sequence[str]) -> list[str]:
-    """Tabulate one line a node: bus bandwidth of the all-reduces as nccl-tests defines it."""
+    """Tabulate one line a node: bus bandwidth of the all-reduces as nccl-tests defines it.
+
+    A node alone is one line without a head.
+    """
+    if len(facts) == 1:
+        (fact,), (figure,) = facts, figures
+        device = f"{fact['processes']} x {fact['devices']['the device']}"
+        return [f"{device}, all-reduce {_rate(figure['inside'])}, {_gemm(figure)} each"]
     transports = ", ".join(sorted({figure["transport"] for figure in figures} - {""}))
     of_all = f"of all nodes ({transports})" if transports else "of all nodes"
     rows = [["node", "host", "devices", "all-reduce inside", of_all, "latency", "GEMM per device"]]
     for node, (fact, figure, host) in enumerate(zip(facts, figures, hosts, strict=True)):
-        tflops = [value / 1e12 for value in figure["flops"]]
         rows.append(
             [
                 str(node),
@@ -119,7 +126,7 @@ def table(facts: Sequence[Message], figures: Sequence[Message], hosts: Sequence[
                 _rate(figure["inside"]),
                 _rate(figure["between"]),
                 f"{1e6 * figure['latency_s']:.0f} us",
-                f"{min(tflops):.3g}..{max(tflops):.3g} TFLOP/s",
+                _gemm(figure),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -127,6 +134,11 @@ def table(facts: Sequence[Message], figures: Sequence[Message], hosts: Sequence[
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _gemm(figure: Message) -> str:
+    tflops = [value / 1e12 for value in figure["flops"]]
+    return f"{min(tflops):.3g}..{max(tflops):.3g} TFLOP/s"
 
 
 def _rate(bytes_per_s: float) -> str:

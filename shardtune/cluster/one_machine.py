@@ -12,6 +12,7 @@ from typing import NoReturn
 from shardtune.cluster.environment import REPOSITORY
 from shardtune.config import Config
 from shardtune.config_io import add_run_arguments, load_config
+from shardtune.distributed.rank_record import SHORT_START
 from shardtune.errors import UserError
 
 _CPU_PROCESSES = 2
@@ -45,7 +46,7 @@ def train(options: argparse.Namespace) -> NoReturn:
     processes = options.processes or os.environ.get("GPUS_PER_NODE") or _processes(config)
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"GPUS_PER_NODE": str(processes), "PYTHONPATH": os.pathsep.join(paths)}
-    settings["MASTER_PORT"] = ""  # a free one
+    settings |= {"MASTER_PORT": "", SHORT_START: "1"}  # a free port
     command = [sys.executable, "-P", "-m", "shardtune.cluster", f"--config={options.config}"]
     # The agent forks, so it needs a process that has done nothing else.
     environment = os.environ | _VALUES_OF_ONE_NODE | settings

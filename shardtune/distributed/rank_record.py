@@ -19,6 +19,7 @@ from pathlib import Path
 
 RECORDS = "SHARDTUNE_RANK_RECORDS"  # path of the node's records, set by the agent
 FIRST_STEP_TIMEOUT_S = 1800.0  # it also compiles, warms up disks and evaluates
+SHORT_START = "SHARDTUNE_SHORT_START"  # set by `shardtune train`: no block says that it is alone
 STACK = "SHARDTUNE_STACK_FILE"  # path of the file that faulthandler writes this rank's stack to
 STACK_SIGNAL = signal.SIGUSR2  # asks for the stack
 _MOST_LINES, _LINE_CHARACTERS = 100, 1000

@@ -114,14 +114,16 @@ def _describe_schedule(
     )
     tokens = schedule.sum_by_source(data.train.lengths).sum()
     fill = tokens / (rows * config.data.max_length)
-    yield f"Rows per epoch: {rows} of up to {config.data.max_length} tokens, {fill:.1%} full"
+    packed = ""
     if config.data.packing:
         unpacked = -(-len(schedule.first_epoch) // schedule.rows_per_step)
-        yield (
-            f"Packing: rows hold {schedule.records_per_row:.1f} records, so a step trains as many "
-            f"as {unpacked / schedule.steps_per_epoch:.1f} steps with data.packing=false: "
+        packed = (
+            f" | Packing: rows hold {schedule.records_per_row:.1f} records, so a step trains as "
+            f"many as {unpacked / schedule.steps_per_epoch:.1f} steps with data.packing=false: "
             f"{schedule.steps_per_epoch} steps an epoch instead of {unpacked}"
         )
+    row = f"up to {config.data.max_length} tokens, {fill:.1%} full"
+    yield f"Rows per epoch: {rows} of {row}{packed}"
     last_lr = learning_rate(total, total, config.optimizer.lr, scheduler)
     yield (
         f"Learning rate: rises to {config.optimizer.lr:g} until step "

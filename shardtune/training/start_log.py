@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
@@ -16,6 +17,7 @@ from shardtune.data.schedule import Cost, Schedule
 from shardtune.distributed.join import describe
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.older_torch import untried_versions
+from shardtune.distributed.rank_record import SHORT_START
 from shardtune.distributed.world import World
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
@@ -36,7 +38,8 @@ def start_logging(config: Config, world: World) -> None:
     any, and settings without effect."""
     setup_logging(world.is_main, world.is_node_main)
     quiet_libraries(world.is_main)
-    node_logger.info(describe(world))
+    if SHORT_START not in os.environ:
+        node_logger.info(describe(world))
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         beside = max(world.all_gather_json(total - free - torch.cuda.memory_reserved(world.device)))

@@ -45,9 +45,8 @@ def test_two_cpu_processes_train_to_the_losses_of_the_script(folder):
     others = {"GPUS_PER_NODE": "3", "MASTER_PORT": "1"}
     code, output, errors = end(start("train.max_steps=2", "--processes=2", cwd=folder, **others))
     assert code == 0, errors
-    for line in ("Launching MASTER NODE (Node 0)", "Total Nodes: 1", "  World Size: 2"):
-        assert line in output.splitlines()
-    assert "Preflight: NNODES=1, so this node waits for no other" in output
+    before, _, _ = output.partition("Step 1/2")
+    assert before.count("\n") <= 20 and "NODE" not in before
     finish(train(2, "train.max_steps=2", "run.dir=other", "export.final=false", cwd=folder))
     alone, other = (read_metrics(folder / run_dir, "step") for run_dir in ("run", "other"))
     assert [step["loss"] for step in alone] == [step["loss"] for step in other]
@@ -76,7 +75,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(folder):
 
 def test_a_refusal_of_the_agent_is_the_last_line(folder):
     code, output, errors = end(start("data.train=absent.jsonl", cwd=folder))
-    assert code == 2 and "Launching MASTER NODE (Node 0)" in output
+    assert code == 2 and "NODE" not in output
     assert "data.train=absent.jsonl: no such file" in errors
     require_error_line(errors.strip())
 

@@ -85,7 +85,7 @@ def test_weights_are_exact_on_any_ranks_and_over_a_kill(settings, tokenizer, tmp
     n_steps = len(steps_of(tmp_path / "packed"))
     assert f"Rows per epoch: {n_steps} of" in packed
     assert (
-        f"Packing: rows hold {9 / n_steps:.1f} records, so a step trains as many as "
+        f" | Packing: rows hold {9 / n_steps:.1f} records, so a step trains as many as "
         f"{9 / n_steps:.1f} steps with data.packing=false: {n_steps} steps an epoch instead of 9"
     ) in packed
 
