@@ -107,7 +107,8 @@ COMMITS ?= $$(git rev-list --count HEAD || echo 0)
 	$(BIN)/python $(PIP_INSTALL) -e .[wandb]
 	touch $@
 
-# Everything, the long cases too.
+# Everything, the long cases too, which wait more than they compute.
+test-full: TEST_PROCESSES = 4
 test-full: lint $(FOR_LONG_TESTS)
 	$(PYTEST) $(IN_PARALLEL) -m ''
 
