@@ -25,7 +25,6 @@ from shardtune.__main__ import run
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import figures
-from shardtune.report.watch import Follower
 
 
 def append(folder: Path, entry: dict[str, Any]) -> None:
@@ -38,12 +37,13 @@ def test_the_view_shows_a_run(tmp_path, capsys):
     said = capsys.readouterr().out
     for part in (
         "model a/model, all weights",
-        "60 of 120 (50%), 2 s each, 2 min left, its last step ended ",
+        "60 of 120, last written ",
+        "left 2 min",
         "9.0000 before training, 8.5000 at step 60",
-        "501 tokens/s, MFU 30.0%, waiting for data 0.5%",
+        "MFU 30.0%",
         "61.2 GB of a rank at most",
-        "rank 3 on node0, 1.10 x the median, in data",
-        "checkpoint_0000060, in 9 s, of the last step",
+        "rank 3 on node0",
+        "checkpoint checkpoint_0000060",
     ):
         assert part in " ".join(said.split()), said
 
@@ -53,8 +53,8 @@ def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(tmp_path, capsys
     append(folder, {"kind": "save", "step": 2, "seconds": 3.0, "problem": "it is"})
     assert run(["watch", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "not saved checkpoint_0000002: it is" in said
-    assert "checkpoint checkpoint_0000000, in 9 s, 3 steps ago" in said
+    assert "checkpoint checkpoint_0000000" in said
+    assert "; checkpoint_0000002 was not saved: it is" in said
     assert figures(read_run(folder))["steps"].endswith("; checkpoint_0000002 was not saved: it is")
 
 
@@ -69,18 +69,12 @@ def test_a_run_that_begins_behind_a_step_says_which_are_missing(command, tmp_pat
     assert "steps before 5 are missing: " in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(tmp_path, capsys):
+def test_a_run_that_still_loads_or_ended_early_says_so(tmp_path, capsys):
     folder = tmp_path / "run"
     with loading(folder):
-        assert run(["watch", str(folder)]) == 0
-        said = capsys.readouterr().out
-        assert "(the run still loads)" in said and "version" not in said and "missing" not in said
-        assert run(["report", str(folder)]) == 2
-        assert "the run still loads - wait for its first step" in capsys.readouterr().err
-        follower = Follower(folder)
-        follower.read()
-    follower.read()
-    assert figures(follower.run)["steps"] == "(the run ended before its first step)"
+        for command in ("watch", "report"):
+            assert run([command, str(folder)]) == 2
+            assert "the run still loads - wait for its first step" in capsys.readouterr().err
     for command in ("watch", "report"):
         assert run([command, str(folder)]) == 2
         assert "the run ended before its first step - the ERROR: line" in capsys.readouterr().err
@@ -110,26 +104,7 @@ def loading(folder: Path) -> Iterator[None]:
 
 def test_watch_refuses_what_is_no_run(tmp_path, capsys):
     assert run(["watch", str(tmp_path)]) == 2
-    assert "no run (neither metrics.jsonl nor .lock is there)" in capsys.readouterr().err
-
-
-def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path):
-    folder = write_run(tmp_path / "run", steps=3)
-    follower = Follower(folder)
-    follower.read()
-    assert follower.run.last_step == 3
-    line = json.dumps({"kind": "step", "step": 4, "loss": 1.0}).encode()
-    with (folder / "metrics.jsonl").open("ab", buffering=0) as file:
-        file.write(line[:9])
-        follower.read()
-        assert follower.run.last_step == 3
-        file.write(line[9:] + b"\n")
-    follower.read()
-    assert follower.run.last_step == 4
-    (folder / "metrics.tmp").write_bytes(b'{"kind": "step", "step": 2}\n')
-    (folder / "metrics.tmp").replace(folder / "metrics.jsonl")  # as a resume does
-    follower.read()
-    assert follower.run.last_step == 2
+    assert "no run (metrics.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_a_terminal_waits_for_a_run_and_shows_new_steps_until_ctrl_c(tmp_path):
