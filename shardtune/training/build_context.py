@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
-from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.export.live import LiveModel
 from shardtune.checkpoint.export.step_models import StepModels, is_step_model, step_model
@@ -181,38 +177,26 @@ def load_states(states: States, run: Run) -> None:
 
 def open_metrics(run: Run) -> Metrics:
     """Open metrics.jsonl on node 0's disk to continue it, and the sinks that the config names."""
-    take_over_metrics(run)
+    _say_where_earlier_steps_are(run)
     sinks = partial(open_sinks, run.config, run.directory.path, run.resumed_step)
     return Metrics(run.metrics_file, run.world, run.resumed_step, sinks)
 
 
-def take_over_metrics(run: Run) -> None:
-    """Bring metrics.jsonl to node 0's disk from the disk that was node 0's before the resume."""
-    # Nodes with disks of their own may come back in another order. The disk whose file has the
-    # newest line of the resumed step was node 0's, since rank 0 alone writes the file.
-    resumed, world, file = run.resumed, run.world, run.metrics_file
+def _say_where_earlier_steps_are(run: Run) -> None:
+    """Name the node whose disk was node 0's before the resume: rank 0 alone writes the file."""
+    resumed, world = run.resumed, run.world
     if resumed is None or run.directory.is_shared:
         return
-    is_leader = run.directory.is_leader(world)
-    kept = list(read_entries(file, resumed.step)) if is_leader else []
-    begins = next((e["step"] for e, _ in kept if e["kind"] == "start"), 0)
-    last = max((e.get("time", "") for e, _ in kept if e["step"] == resumed.step), default="")
-    lines = bytearray().join(line for _, line in kept)
-    per_rank = world.all_gather_json([last, world.node_name, begins, len(lines)])
-    last, node, begins, size = max(per_rank, key=itemgetter(0))  # if equal, the first rank
-    source = per_rank.index([last, node, begins, size])
-    if source == 0:
-        return
-    logger.info(f"{METRICS}: steps {begins + 1} to {resumed.step} are copied from {node}")
-    if world.rank == source:
-        dist.send(torch.frombuffer(lines, dtype=torch.uint8), 0)
-    elif world.is_main:
-        part = torch.empty(size, dtype=torch.uint8)
-        dist.recv(part, source)
-        # An older version copied nothing, so that this disk may have the steps before.
-        is_part = begins > per_rank[0][2]
-        before = [line for _, line in read_entries(file, begins)] if is_part else []
-        durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
+    has_step = any(
+        e["step"] == resumed.step for e, _ in read_entries(run.metrics_file, resumed.step)
+    )
+    per_rank = world.all_gather_json([has_step, world.node_name])
+    nodes = dict.fromkeys(node for has_it, node in per_rank if has_it)
+    if nodes and world.node_name not in nodes:
+        logger.info(
+            f"{METRICS}: the steps up to {resumed.step} are on {next(iter(nodes))} - `shardtune "
+            "report` shows both folders together"
+        )
 
 
 def open_exports(
