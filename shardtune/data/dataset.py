@@ -22,7 +22,7 @@ from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.chat_template import TAKEN, taken_options
-from shardtune.data.duplicates import RecordHashes, describe_duplicates
+from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config_json
 from shardtune.data.outcomes import (
@@ -447,7 +447,8 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
     unread = _unread_options(tokenizer.encoder, sets.get("train", ()))
-    warnings = describe_duplicates({name: writer.hashes for name, writer in writers.items()})
+    leaks = describe_leaks({name: writer.hashes for name, writer in writers.items()})
+    warnings: dict[str, int | None] = {**leaks}
     for key, source in sources.items():
         for line, record in sums[key].dropped_lines().items():
             warnings[f"{source.key}: {line}"] = record if key[0] == "train" else None

@@ -68,7 +68,7 @@ class SetChunk:
         rows = cut_to_rows(encoded, data, self.outcomes, bos_ids)
         self.sequences += [(tokens, trained, record) for tokens, trained in rows]
         if rows:
-            self.hashes.append(hash_of(record, rows))
+            self.hashes.append(hash_of(record, (tokens for tokens, _ in rows)))
 
 
 @dataclass

@@ -175,7 +175,6 @@ def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
     file = write(tmp_path / "a.jsonl", tokens)
     run = Run(model, file)
     assert run.prepared.key == plain.prepared.key
-    assert any("exact repetitions of an earlier record: 1 of 41" in x for x in run.prepared.lines)
     assert len(rows(Run(model, [{"path": str(file), "max_records": 7}]))) == 7
     held = Run(model, file, eval_fraction=0.3)
     n_held = len(held.prepared.sets["eval"])
