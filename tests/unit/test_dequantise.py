@@ -168,8 +168,8 @@ def test_files_that_are_quantised_in_another_way_are_named(tensors, problem, tmp
         (
             "Kimi-K2-Thinking",
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "by compressed-tensors (pack-quantized), and block FP8, ModelOpt's FP8, MXFP8 and "
-            "MXFP4 are read - use unsloth/Kimi-K2-Thinking-BF16",
+            "by compressed-tensors (pack-quantized), and block FP8, MXFP8 and MXFP4 are "
+            "read - use unsloth/Kimi-K2-Thinking-BF16",
         ),
     ],
 )
@@ -190,31 +190,21 @@ def write_modelopt(folder: Path, model: Path, **quantization: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_fp8_of_modelopt_is_read_with_the_scale_of_each_tensor(is_beside, tmp_path, models):
+def test_a_scale_of_a_whole_tensor_is_read(tmp_path, models):
     values, scale = fp8(12, 20), torch.rand(())
     tensors = {"a.weight": values, "a.weight_scale": scale, "a.input_scale": torch.ones(())}
-    scales_of_cache = {f"b.{k}_proj.{k}_scale": torch.ones(1) for k in "kv"}
-    path = write(tmp_path, tensors | scales_of_cache)
-    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-    write_modelopt(tmp_path, models["llama"], **said if is_beside else {})
-    if not is_beside:  # newer versions write both
-        edit_config(tmp_path, quantization_config=said | {"quant_method": "modelopt"})
-    config = files.read_model_config(ModelConfig(path=str(tmp_path), init="random"), 64)
-    assert config.dtype == torch.bfloat16
+    path = write(tmp_path, tensors)
+    (tmp_path / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8"})
     assert quantised.quantised_problems(tmp_path) == []
-    assert "quantised (ModelOpt's FP8, " in quantised.describe_quantised(tmp_path)
-    assert quantised.piece_bytes(tmp_path) > 0
     assert list_tensors(tmp_path)["a.weight"][:2] == ["BF16", [12, 20]]
     compare_boxes(path, torch.float32, values.float() * scale)
-    assets = model_assets(tmp_path)
-    assert assets.keys() == {"config.json"} and b'"bfloat16"' in assets["config.json"]
-    assert b"quant" not in assets["config.json"]
 
 
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
+        ({"quant_algo": "FP8"}, "are quantised by FP8, and block FP8"),
         ({"quant_algo": "NVFP4", "group_size": 16}, "are quantised by NVFP4, and block FP8"),
         ({"quant_algo": "FP8_PB_WO"}, "are quantised by FP8_PB_WO, "),
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "by MIXED_PRECISION, "),
@@ -222,7 +212,7 @@ def test_fp8_of_modelopt_is_read_with_the_scale_of_each_tensor(is_beside, tmp_pa
         (None, "are quantised by an unreadable hf_quant_config.json, "),
     ],
 )
-def test_other_ways_of_modelopt_are_refused_by_name(quantization, words, tmp_path, models):
+def test_the_ways_of_modelopt_are_refused_by_name(quantization, words, tmp_path, models):
     """By a run, and by a plan and the preflight, which read config.json alone."""
     write_modelopt(tmp_path, models["llama"], **quantization or {})
     if quantization is None:

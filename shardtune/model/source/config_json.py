@@ -21,7 +21,7 @@ from shardtune.errors import UserError, divisors_text, missing_directory
 from shardtune.model import traits
 
 # The ways of quantising that are read.
-METHODS = {"fp8": "block FP8", "FP8": "ModelOpt's FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 QUANTIZATION = "quantization_config"  # the key in config.json
 MODELOPT = "hf_quant_config.json"  # where NVIDIA's ModelOpt writes the same, at times there alone
 # Architectures that would need code of their own, and architectures to use instead.
@@ -200,6 +200,5 @@ def unread_quantisation(
     remedy = f"use {_BFLOAT16_COPIES.get(Path(path).name) or 'a copy of the model in bfloat16'}"
     return (
         f"model.path={path}: its weights are quantised by {named}"
-        f"{f' ({detail})' if detail else ''}, and block FP8, ModelOpt's FP8, MXFP8 and MXFP4 are "
-        f"read - {remedy}"
+        f"{f' ({detail})' if detail else ''}, and block FP8, MXFP8 and MXFP4 are read - {remedy}"
     )

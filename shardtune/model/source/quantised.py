@@ -39,7 +39,7 @@ DTYPES_OF_PARTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0f
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0", "U8"}
 _PIECE = 4 << 20  # values that are dequantised at a time
 # FP8: a value of 8 bits, in float32, and its scale. MXFP4: half bytes, indices of 8 bytes, results.
-_PIECE_BYTES = {"FP8": 13 * _PIECE, "fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
+_PIECE_BYTES = {"fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
 _MXFP4_GROUP = 32  # values of one scale
 
 Index = tuple[slice, ...] | EllipsisType
