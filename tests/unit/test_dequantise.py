@@ -19,7 +19,6 @@ from transformers import LlamaConfig, Mistral3Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from shardtune.checkpoint.assets import model_assets
 from shardtune.config import ModelConfig
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
