@@ -19,7 +19,7 @@ def source_text() -> str:
     return re.sub(r'"\s+f?r?"|\\\n', "", "\n".join(texts))
 
 
-@pytest.mark.parametrize("kind", ["preflight", "data", "adapters", "context", "running", "slow"])
+@pytest.mark.parametrize("kind", ["slow"])
 def test_each_quoted_message_is_in_the_source(kind):
     """Most of its words, three in a row at a time: the source may put a message together from
     parts.
