@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,15 @@ from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config_json
 from shardtune.data.outcomes import (
-    NAMED_PROBLEMS,
     TOO_LONG,
-    BrokenRecords,
     FirstRecord,
     Outcome,
     OutcomeCounts,
 )
+from shardtune.data.source_sums import SourceSums, nothing_held_out, problems_of
 from shardtune.data.sources import Source, find_source, read_records, reading_progress
-from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
-from shardtune.errors import UserError, all_of, counted, first_few, first_line
+from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
+from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger, node_logger
 
 # One file for each column of a set; tokens and trained flags stand end to end.
@@ -49,7 +47,6 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
-_OFTEN_BROKEN = 0.1  # a source with more broken records has a form that was not recognised
 _LOG_EVERY_S = 10.0
 
 
@@ -340,73 +337,6 @@ class _SetWriter:
         return {f"{self.name}: {line}": self.first_records[*key, ""].record for key, line in lines}
 
 
-@dataclass
-class _SourceSums:
-    """Sums over one source: its records, its broken ones, and those that its own set got."""
-
-    n_read: int = 0
-    n_bytes: int = 0
-    broken: BrokenRecords = field(default_factory=BrokenRecords)
-    n_records: int = 0  # neither broken nor held out
-    n_sequences: int = 0
-    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
-    fields: set[str] = field(default_factory=set)
-    files: set[str] = field(default_factory=set)  # that have a record
-
-    def add(self, chunk: TokenizedChunk) -> None:
-        own = chunk.sets[chunk.set_name]
-        self.files.add(chunk.file)
-        self.n_read += chunk.n_records
-        self.n_bytes += chunk.n_bytes
-        for broken in chunk.broken:
-            self.broken.add(broken)
-        self.n_records += own.n_records
-        self.n_sequences += len(own.sequences)
-        self.outcomes.update(own.outcomes)
-        self.fields |= chunk.fields
-
-    def refuses_broken(self, data: DataConfig) -> bool:
-        """Return whether broken records end the run. A broken file loses what follows."""
-        return self.broken.end_files or self.broken_share > data.most_broken
-
-    @property
-    def broken_share(self) -> float:
-        return self.broken.count / max(1, self.n_read)
-
-    def dropped_lines(self) -> dict[str, int]:
-        """Return a line with the number of broken records, and one for each kind of them.
-
-        Each line comes with the index of its first record.
-        """
-        if not (kinds := self.broken.lines()):
-            return {}
-        count = f"broken records, dropped: {self.broken.count} of {self.n_read}"
-        lines = {count: min(kinds.values())} | kinds
-        return {f"WARNING: {line}": record for line, record in lines.items()}
-
-
-def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
-    """Return the problem of a source without a token to train; `spec` is the value of `key`."""
-    causes = "; ".join(outcomes.lines(warning="").values())
-    longer = " or raise data.max_length" if any(o in TOO_LONG for o, *_ in outcomes) else ""
-    return (
-        f"{key}: no token to train in {counted(n_records, 'record')}"
-        f"{causes and f' ({causes})'} - "
-        f"write records with turns to train in {spec}{longer} (data.roles: other names of roles)"
-    )
-
-
-def _nothing_held_out(data: DataConfig, spec: str, n_train: int, held_out: _SetWriter) -> str:
-    """Return the problem of a fraction that holds out nothing to evaluate."""
-    if held_out.n_records:
-        problem = _nothing_to_train("data.eval", spec, held_out.n_records, held_out.outcomes)
-        return f"{problem}, or raise data.eval_fraction"
-    return (
-        f"data.eval_fraction={data.eval_fraction:g} took none of {counted(n_train, 'record')} for "
-        "evaluation - raise it, or train without evaluation (data.eval_fraction=0)"
-    )
-
-
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
     """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`.
 
@@ -421,7 +351,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         (name, i): source for name, of_set in sets.items() for i, source in enumerate(of_set)
     }
     logged_at = time.monotonic()
-    sums = {key: _SourceSums() for key in sources}
+    sums = {key: SourceSums() for key in sources}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for chunk in chunks:
             for name, sequences in chunk.sets.items():
@@ -432,17 +362,12 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
                 n_done = sum(each.n_bytes for each in sums.values())
                 n_read = sum(each.n_read for each in sums.values())
                 logger.info(f"Data: {reading_progress(sources.values(), n_read, n_done)}")
-    refused = [each.broken for each in sums.values() if each.refuses_broken(data)]
-    problems = [line for broken in refused for line in broken.lines()][:NAMED_PROBLEMS]
-    problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
-    for key, source in sources.items():
-        problems += _source_problems(source, sums[key], data)
-    if not problems:
-        problems = _unmatched_roles(data, writers.values())
+    outcomes = (writer.outcomes for writer in writers.values())
+    problems = problems_of(data, sources, sums, outcomes)
     if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
         spec = sources["train", 0].spec
         n_records = sum(each.n_records for each in sums.values())
-        problems = [_nothing_held_out(data, spec, n_records, held_out)]
+        problems = [nothing_held_out(data, spec, n_records, held_out.n_records, held_out.outcomes)]
     if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
@@ -479,52 +404,3 @@ def _unread_options(encoder: ChatEncoder, sources: Iterable[Source]) -> Iterator
         template = encoder.template.with_options(source.template_options)
         for option in template.unread_of(source.template_options):
             yield f"the chat template does not read {option} of {source.key}"
-
-
-def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
-    """Return a problem for each entry of `data.columns` that names none of the data's `fields`."""
-    return [
-        f"data.columns.{ours}={column}: no record of any source has {column} - name one of "
-        f"{first_few(sorted(fields), 10)}"
-        for ours, column in data.field_names.items()
-        if column and fields and column not in fields
-    ]
-
-
-def _unmatched_roles(data: DataConfig, writers: Iterable[_SetWriter]) -> list[str]:
-    """Return a problem for each role of `data.roles` that no record of these sets has."""
-    keys = [key for writer in writers for key in writer.outcomes]
-    found = sorted({role for outcome, role, _ in keys if outcome is Outcome.ROLE})
-    return [
-        f"data.roles.{role}: no record has this role - name one that they have: "
-        f"{first_few(found, 10) or 'none'}"
-        for role in data.roles.keys() - found
-    ]
-
-
-def _source_problems(source: Source, sums: _SourceSums, data: DataConfig) -> list[str]:
-    """Return why this source cannot be used."""
-    if sums.broken.end_files:
-        return [
-            f"{source.key}: its broken records are not counted, as a file cannot be used to its "
-            "end - do what is said above"
-        ]
-    if sums.refuses_broken(data):
-        count = f"{sums.broken.count} of {sums.n_read} records broken"
-        remedy, share = "repair or remove them", math.ceil(100 * sums.broken_share) / 100
-        if sums.broken.count < sums.n_read:
-            remedy += sums.broken.removal()
-        if data.most_broken:
-            most = f"{100 * data.most_broken:g}%"
-            count += f", and data.on_broken leaves out {most} of a source at most"
-        if share <= _OFTEN_BROKEN:
-            value = f'"data.on_broken={{drop: {share}}}"' if share > 0.01 else "data.on_broken=drop"
-            remedy += f", or leave them out with {value}"
-        return [f"{source.key}: {count} - {remedy}"]
-    if not sums.n_read:
-        return [f"{source.name}: no record in it - name data that has some"]
-    if sums.n_sequences:
-        return []
-    problem = _nothing_to_train(source.key, source.spec, sums.n_records, sums.outcomes)
-    all_held_out = data.eval is None and data.eval_fraction > 0 and not sums.n_records
-    return [f"{problem} or lower data.eval_fraction" if all_held_out else problem]
