@@ -32,6 +32,8 @@ def mesh_arguments(run: Estimate) -> list[str]:
 
 
 def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values of keys as arguments of a run."""
+    """Yield values of keys as arguments of a run, in YAML's words."""
+    words = {True: "true", False: "false", None: "null"}
     for key, value in values.items():
-        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        is_word = value is None or isinstance(value, bool)
+        yield f"{key}={words[value] if is_word else value}"

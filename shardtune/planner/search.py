@@ -149,14 +149,19 @@ class Search:
         for group in settings(others, [setting for (setting,) in rounding]):
             yield [together(pair) for pair in product(anywhere, group)]
 
-    def fewest_nodes(self) -> Estimate | None:
-        """Return, by arithmetic, a run that trains the same on about the fewest nodes."""
-        nodes, most = self.plan.machine.nodes, _MOST_RANKS // self.plan.machine.ranks_per_node
+    def fewest_nodes(self, more_than: int = 0) -> Estimate | None:
+        """Return, by arithmetic, a run that trains the same on about the fewest nodes.
+
+        `more_than`: nodes on which a simulated step has shown that it does not fit.
+        """
+        nodes = max(self.plan.machine.nodes, more_than + 1)
+        most = _MOST_RANKS // self.plan.machine.ranks_per_node
         while nodes <= most:
             if mesh := self._on_nodes(nodes):
                 # After a doubling half as many did not hold it: try some numbers in between.
                 step = max(1, nodes // 8)
-                fewer = map(self._on_nodes, range(nodes // 2 + step, nodes, step))
+                first = max(nodes // 2 + step, more_than + 1)
+                fewer = map(self._on_nodes, range(first, nodes, step))
                 return next(filter(None, fewer), mesh)
             nodes *= 2
         return None

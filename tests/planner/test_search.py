@@ -291,6 +291,8 @@ def test_the_fewest_nodes_that_hold_a_large_model_are_said():
     assert found and found.peak_bytes <= 0.95 * 5.2e9
     nodes = found.machine.nodes
     assert [n for n in range(2, nodes + 1) if search._on_nodes(n)] == [nodes]
+    more = search.fewest_nodes(more_than=nodes)
+    assert more and more.machine.nodes > nodes
     *_, head, fits, never = describe_room(plan, {"all weights": found, "adapters": None})
     assert head.split()[:3] == ["trained", "from", "nodes"]
     assert fits.split()[:3] == ["all", "weights", f"{nodes}"] and "parallel.stages=" in fits

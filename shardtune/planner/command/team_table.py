@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardtune.config import Config
 from shardtune.errors import DoesNotFit
@@ -28,9 +28,10 @@ from shardtune.planner.command.text import (
     spread,
     table,
 )
+from shardtune.planner.command.verdict import verdict
 from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
-from shardtune.planner.mesh import with_values
+from shardtune.planner.mesh import value_of, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.settings import ADAPTERS
@@ -41,6 +42,7 @@ from shardtune.units import gb
 
 _ROWS = 32  # the fewest rows of a step
 _MUCH_FASTER = 3.0  # a row names the runs that would be faster by this ratio, but do not fit
+_CHECKPOINTING = "model.activation_checkpointing"
 _ACCUMULATION = "train.gradient_accumulation_steps"
 
 
@@ -53,6 +55,7 @@ class _Question(NamedTuple):
     search: Search
     shown: str  # the model in the table
     named: str  # the question in a sentence
+    added: dict[str, Any]  # values of keys that the table adds to what is given
 
 
 def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
@@ -111,10 +114,9 @@ def _notes(question: _Question, plan: Plan | None, fallen: Sequence[Plan]) -> It
         yield f"tight: {TIGHT}"
     slowest_s = plan.floor_s / _MUCH_FASTER if plan else math.inf
     for faster in (fell for fell in fallen if fell.floor_s < slowest_s):
-        phase, peak = max(faster.peaks.items(), key=lambda item: item[1].n_bytes)
         yield (
             f"{question.named} on {question.options.nodes} nodes: a step of {faster.floor_s:.3g} s "
-            f"fell: {gb(peak.n_bytes)} GB in {phase} ({' '.join(mesh_arguments(faster))})"
+            f"fell, by {' '.join(_settings(question, faster))}: {verdict(faster)}"
         )
 
 
@@ -131,8 +133,11 @@ def _questions(
         for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
             search = _search(options, with_values(config, values), simulations[path], say)
             shown = _shown(path, models)
-            named = f"{shown}, {trains}" if len(models) > 1 else trains.capitalize()
-            yield _Question(options, path, trains, search, shown, named)
+            named = f"{shown}, {trains}" if len(models) > 1 else trains[0].upper() + trains[1:]
+            added = {key: n for key, n in values.items() if n != value_of(config, key)}
+            if isinstance(options.config, Mapping):  # a model alone, without a file of keys
+                added |= {_CHECKPOINTING: config.model.activation_checkpointing}
+            yield _Question(options, path, trains, search, shown, named, added)
 
 
 def _search(
@@ -187,7 +192,13 @@ def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str
         money = (options.price or 0.0) * taken * run.machine.ranks
         more = [number_text(taken), number_text(money)] if step_s else ["-", "-"]
         cells += more[: 1 + bool(options.price)]
-    return [*table(head, [[*cells, " ".join(mesh_arguments(run))]])][1]
+    return [*table(head, [[*cells, " ".join(_settings(question, run))]])][1]
+
+
+def _settings(question: _Question, run: Estimate) -> list[str]:
+    """Return as arguments all keys of a run that are neither given nor defaults."""
+    added = {key: n for key, n in question.added.items() if key not in run.values}
+    return [*mesh_arguments(run), *as_arguments(added)]
 
 
 def _rate(run: Estimate, step_s: float) -> str:
@@ -195,10 +206,10 @@ def _rate(run: Estimate, step_s: float) -> str:
 
 
 def _from_more_nodes(question: _Question) -> Iterator[str]:
-    if mesh := question.search.fewest_nodes():
+    if mesh := question.search.fewest_nodes(more_than=question.options.nodes):
         yield (
             f"{question.named}: from {mesh.machine.nodes} nodes, by arithmetic "
-            f"(about {gb(mesh.peak_bytes)} GB with {' '.join(as_arguments(mesh.values))})"
+            f"(about {gb(mesh.peak_bytes)} GB with {' '.join(_settings(question, mesh))})"
         )
 
 
