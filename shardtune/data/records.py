@@ -338,11 +338,17 @@ def _columns_for(present: Mapping[str, Any]) -> str:
     loses_input = context or ("input" in texts and question != "input")
     pair = {"prompt": question, "completion": answer}
     as_chat, as_text = (
-        ", ".join(f"{ours}: {name}" for ours, name in each.items() if ours != name)
+        ", ".join(f"{ours}: {_in_yaml(name)}" for ours, name in each.items() if ours != name)
         for each in (chat, pair)
     )
     remedy = f'write "data.columns={{{as_chat}}}" to read them as a chat'
     return remedy if loses_input else f'{remedy}, or "data.columns={{{as_text}}}" as plain texts'
+
+
+def _in_yaml(name: str) -> str:
+    """Return a name as YAML reads it within braces."""
+    is_plain = re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name)
+    return name if is_plain else "'{}'".format(name.replace("'", "''"))
 
 
 def has_turns(value: Any) -> bool:

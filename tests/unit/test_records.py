@@ -156,6 +156,14 @@ NAMED_OTHERWISE = [
     ({"instruction": "q", "response": "a"}, ["output: response", "prompt: instruction"], CHAT),
     ({"input": "q", "output": "a"}, ["instruction: input", "prompt: input"], CHAT),
     (
+        {"Frage: kurz": "q", "Antwort #1, d'hier": "a"},
+        [
+            "instruction: 'Frage: kurz', output: 'Antwort #1, d''hier'",
+            "prompt: 'Frage: kurz', completion: 'Antwort #1, d''hier'",
+        ],
+        CHAT,
+    ),
+    (
         {"Frage": "q", "Antwort": "a"},
         ["instruction: Frage, output: Antwort", "prompt: Frage, completion: Antwort"],
         CHAT,
