@@ -210,8 +210,9 @@ def _find(path: str) -> tuple[str, dict[str, Any]]:
         )
     for run in (given, *given.absolute().parents[:2]):
         if (run / METRICS).is_file():
-            written = read_written(run / "config.yaml")
-            return str(folder), {key: value for key, (value, _) in written.items()}
+            with contextlib.suppress(UserError):  # it is missing: the model answers all the same
+                written = read_written(run / "config.yaml")
+                return str(folder), {key: value for key, (value, _) in written.items()}
     return str(folder), {}
 
 

@@ -127,9 +127,9 @@ class Agent:
         with tempfile.TemporaryDirectory(prefix="shardtune.", ignore_cleanup_errors=True) as name:
             facts = await check_nodes(self._control, self._environment, self._helper, Path(name))
             size = len(self._control.nodes)
-            who = "NNODES=1, so this node waits for no other"
+            alone = "NNODES=1, so this node waits for no other"
+            who = f"all {size} nodes agree" if size > 1 else alone
             if SHORT_START not in os.environ:
-                who = f"all {size} nodes agree" if size > 1 else who
                 say(f"{who} ({time.monotonic() - started:.0f} s)")
             if self._checks_only:
                 return Failure(0, [])
