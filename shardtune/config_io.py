@@ -427,7 +427,8 @@ def _unknown(name: str, origin: str) -> str:
     if likeness > _IS_LIKE:
         remedy = f"the nearest known one is {nearest}"
     if key := KEY_OF.get(name.lower().rpartition(".")[2]):
-        remedy = f"here it is named {key}"
+        meaning, *_ = " ".join((KEYS[key].description or "").split()).split(". ")
+        remedy = f"here it is named {key}: {meaning.rstrip('.')}"
     return f"{name} ({origin}) is not known - {remedy}"
 
 

@@ -18,7 +18,6 @@ _NAMES = {
     "data.max_length": "sequence_len max_seq_length cutoff_len",
     "data.loss_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
     "data.packing": "sample_packing",
-    "parallel.replicate": "fsdp fsdp_config deepspeed",
     "parallel.context": "context_parallel_size sequence_parallel_degree",
     "parallel.tensor": "tensor_parallel_size",
     "train.epochs": "num_train_epochs num_epochs",
@@ -36,6 +35,7 @@ _NAMES = {
     "scheduler.warmup_ratio": "warmup_steps",
     "scheduler.min_lr_ratio": "cosine_min_lr_ratio min_lr",
     "eval.every_steps": "eval_steps eval_strategy evaluation_strategy",
+    "eval.keep_best": "load_best_model_at_end",
     "checkpoint.every_steps": "save_steps save_strategy",
     "checkpoint.keep": "save_total_limit",
     "logging.every_steps": "logging_steps",
@@ -45,9 +45,10 @@ KEY_OF = {name: key for key, names in _NAMES.items() for name in names.split()}
 _PAGE = """\
 ## Names in other tools
 
-A name on the right is refused with the key on its left. HF Trainer has four other defaults:
-`adam_beta2` is 0.999, the rate falls to 0, its first step of a warm-up has a rate of 0, and nothing
-is packed. Losses can be compared with a constant rate in both, and here with
+A name on the right is refused with the key on its left and this key's meaning: `warmup_steps`
+counts steps, and `scheduler.warmup_ratio` is a fraction of them. HF Trainer has four other
+defaults: `adam_beta2` is 0.999, the rate falls to 0, its first step of a warm-up has a rate of 0,
+and nothing is packed. Losses can be compared with a constant rate in both, and here with
 `optimizer.betas=[0.9,0.999] scheduler.name=constant scheduler.warmup_ratio=0 data.packing=false`.
 
 | key | HF Trainer, TRL, axolotl, LLaMA-Factory |

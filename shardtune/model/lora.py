@@ -199,8 +199,9 @@ def _usable(name: str, weights: list[Target]) -> str:
     paths = [target.in_layer for target in usable]
     last = [path.rpartition(".")[2] for path in paths]
     known = [*dict.fromkeys([*(() if odd else ("all-linear",)), *groups, *last, *paths])]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"use {', '.join(near or known[:12])}" if usable else "set lora.rank=null"
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known[:12]
+    several = f" (several are a list, [{','.join(near[:2])}])" * ("," in name)
+    return f"use {', '.join(near)}{several}" if usable else "set lora.rank=null"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
