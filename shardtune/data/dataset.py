@@ -366,8 +366,9 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     problems = problems_of(data, sources, sums, outcomes)
     if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
         spec = sources["train", 0].spec
-        n_records = sum(each.n_records for each in sums.values())
-        problems = [nothing_held_out(data, spec, n_records, held_out.n_records, held_out.outcomes)]
+        n_read = sum(each.n_records for each in sums.values())
+        counts = held_out.n_records, held_out.outcomes, held_out.longest
+        problems = [nothing_held_out(data, spec, n_read, *counts)]
     if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())

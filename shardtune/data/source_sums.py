@@ -32,6 +32,7 @@ class SourceSums:
     broken: BrokenRecords = field(default_factory=BrokenRecords)
     n_records: int = 0  # neither broken nor held out
     n_sequences: int = 0
+    longest: int = 0  # tokens of a record that is not broken
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
     fields: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)  # that have a record
@@ -45,6 +46,7 @@ class SourceSums:
             self.broken.add(broken)
         self.n_records += own.n_records
         self.n_sequences += len(own.sequences)
+        self.longest = max(self.longest, own.longest)
         self.outcomes.update(own.outcomes)
         self.fields |= chunk.fields
 
@@ -84,11 +86,16 @@ def problems_of(
 
 
 def nothing_held_out(
-    data: DataConfig, spec: str, n_read: int, n_held_out: int, outcomes: OutcomeCounts
+    data: DataConfig,
+    spec: str,
+    n_read: int,
+    n_held_out: int,
+    outcomes: OutcomeCounts,
+    longest: int,
 ) -> str:
     """Return the problem of a fraction that holds out nothing to evaluate."""
     if n_held_out:
-        problem = _nothing_to_train("data.eval", spec, n_held_out, outcomes)
+        problem = _nothing_to_train("data.eval", spec, n_held_out, outcomes, longest)
         return f"{problem}, or raise data.eval_fraction"
     return (
         f"data.eval_fraction={data.eval_fraction:g} took none of {counted(n_read, 'record')} for "
@@ -96,10 +103,13 @@ def nothing_held_out(
     )
 
 
-def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
+def _nothing_to_train(
+    key: str, spec: str, n_records: int, outcomes: OutcomeCounts, longest: int
+) -> str:
     """Return the problem of a source without a token to train; `spec` is the value of `key`."""
     causes = "; ".join(outcomes.lines(warning="").values())
-    longer = " or raise data.max_length" if any(o in TOO_LONG for o, *_ in outcomes) else ""
+    is_too_long = any(outcome in TOO_LONG for outcome, *_ in outcomes)
+    longer = f" or write data.max_length={longest}, which holds all" if is_too_long else ""
     return (
         f"{key}: no token to train in {counted(n_records, 'record')}"
         f"{causes and f' ({causes})'} - "
@@ -151,6 +161,8 @@ def _source_problems(source: Source, sums: SourceSums, data: DataConfig) -> list
         return [f"{source.name}: no record in it - name data that has some"]
     if sums.n_sequences:
         return []
-    problem = _nothing_to_train(source.key, source.spec, sums.n_records, sums.outcomes)
+    problem = _nothing_to_train(
+        source.key, source.spec, sums.n_records, sums.outcomes, sums.longest
+    )
     all_held_out = data.eval is None and data.eval_fraction > 0 and not sums.n_records
     return [f"{problem} or lower data.eval_fraction" if all_held_out else problem]

@@ -451,6 +451,9 @@ def test_every_source_and_evaluation_set_must_train_something(model, tmp_path):
         "data.eval.long: no token to train in 2 records",
     ]
     assert "longer than data.max_length=90, dropped: 2" in problems[3]
+    found = [re.search(r"data\.max_length=(\d+), which holds all", problems[i]) for i in (1, 3)]
+    (holds_all,) = {int(match[1]) for match in found if match}
+    assert len(Run(model, sources[2:], max_length=holds_all).prepared.train) == 2
     (problem,) = problems_of(model, sources[:1], eval_fraction=0.999999)
     assert problem.startswith("data.train.a: no token to train in 0 records - ")
     assert problem.endswith(" or lower data.eval_fraction")
