@@ -21,6 +21,8 @@ from shardtune.planner.arithmetic.shapes import (
     rows_bytes,
 )
 
+TIGHT_BYTES = 3e9  # the plans of others' best described runs are up to 9% below their memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -47,6 +49,11 @@ class Estimate:
     @property
     def device_fits(self) -> bool:
         return self.peak_bytes <= self.machine.memory_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Return whether a run that fits takes the last GBs of its GPUs."""
+        return self.machine.is_gpu and self.machine.memory_bytes - self.peak_bytes < TIGHT_BYTES
 
     @property
     def host_fits(self) -> bool:

@@ -13,6 +13,7 @@ from shardtune.cards import card_named, card_of
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.model_files import require_exportable
 from shardtune.config import Config
+from shardtune.config_io import remarks
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU, read_measured
 from shardtune.errors import DoesNotFit, UserError
@@ -105,7 +106,7 @@ def plan_config(
     folder = model_folder(config.model.path)
     notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
     lines = describe(plan, run_length(config, plan.layout, options.tokens), options.price)
-    return plan, simulations, [verdict(plan), *filter(None, notes), *lines]
+    return plan, simulations, [verdict(plan), *filter(None, notes), *remarks(config), *lines]
 
 
 def read_planned_config(config: Config) -> PreTrainedConfig:

@@ -23,7 +23,6 @@ from shardtune.planner.command.text import (
     TIGHT,
     assumed,
     hours,
-    is_tight,
     number_text,
     spread,
     table,
@@ -110,7 +109,7 @@ def _simulated(
 
 def _notes(question: _Question, plan: Plan | None, fallen: Sequence[Plan]) -> Iterator[str]:
     """Say what `tight` means, and which much faster runs did not fit."""
-    if plan and is_tight(plan):
+    if plan and plan.is_tight:
         yield f"tight: {TIGHT}"
     slowest_s = plan.floor_s / _MUCH_FASTER if plan else math.inf
     for faster in (fell for fell in fallen if fell.floor_s < slowest_s):
@@ -182,7 +181,7 @@ def _line(head: Sequence[str], question: _Question, run: Estimate | None) -> str
         cells += ["no", *"-" * (len(head) - len(cells) - 1)]
         return [*table(head, [cells])][1]
     about_s = run.about_s if isinstance(run, Plan) else None
-    cells += ["tight" if is_tight(run) else "yes", gb(run.peak_bytes)]
+    cells += ["tight" if run.is_tight else "yes", gb(run.peak_bytes)]
     cells += [_rate(run, about_s) if about_s else "-", f"{run.floor_s:.3g}"]
     cells += [_rate(run, run.floor_s)]
     if options.tokens or options.price:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.cards import CARDS
-from shardtune.planner.arithmetic.estimate import Estimate
+from shardtune.planner.arithmetic.estimate import TIGHT_BYTES, Estimate
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause
 from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
 from shardtune.planner.arithmetic.run_length import RunLength
@@ -15,14 +15,8 @@ from shardtune.planner.launch_arguments import as_arguments
 from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
-_TIGHT_BYTES = 3e9  # the plans of others' best described runs are up to 9% below their memory
-TIGHT = f"less than {_TIGHT_BYTES / 1e9:g} GB are left, and published runs took up to 9% more"
+TIGHT = f"less than {TIGHT_BYTES / 1e9:g} GB are left, and published runs took up to 9% more"
 _COMPARED = ("H100", "H200", "A100")  # cards of published runs
-
-
-def is_tight(run: Estimate) -> bool:
-    """Return whether a run that fits takes the last GBs of its GPUs."""
-    return run.machine.is_gpu and run.machine.memory_bytes - run.peak_bytes < _TIGHT_BYTES
 
 
 def by_arithmetic(run: Estimate) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardtune.planner.command.text import TIGHT, is_tight, pinned
+from shardtune.planner.command.text import TIGHT, pinned
 from shardtune.planner.plan import Plan
 from shardtune.units import gb
 
@@ -25,7 +25,7 @@ def verdict(plan: Plan) -> str:
         part = plan.bound_by
         bound_by = part if not part or part.startswith("arithmetic") else f"traffic {part}"
         speed = f"; bound by {bound_by}" if bound_by else ""
-        tight = f", but it is tight ({TIGHT})" * is_tight(plan)
+        tight = f", but it is tight ({TIGHT})" * plan.is_tight
         return f"The run fits{tight}, {limit} hold the peak of {peak}{speed}"
     if plan.is_simulated:
         is_less = plan.config.model.compile and plan.layout.checkpointing == "none"
