@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from shardtune.report.charts import Chart, thin
 
@@ -60,10 +60,10 @@ _STYLE: Any = {  # matplotlib types its keys by name
 }
 
 
-def svg(chart: Chart, axis: str) -> str:
-    """Return the chart over one axis, as an element for a page."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"{chart.name}/{axis}"}):
-        return _themed_svg(_figure(chart, axis), chart.title)
+def svg(chart: Chart) -> str:
+    """Return the chart as an element for a page."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": chart.name}):
+        return _themed_svg(_figure(chart), chart.title)
 
 
 def histogram_svg(values: npt.ArrayLike, title: str, unit: str, limit: float) -> str:
@@ -97,16 +97,12 @@ def _themed_svg(figure: Figure, title: str) -> str:
 
 
 def write_png(chart: Chart, path: Path) -> None:
-    """Draw the chart over steps.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw the chart. Raises OSError where the file cannot be written."""
     with matplotlib.rc_context(_STYLE):
-        _figure(chart, "step").savefig(path, dpi=200, facecolor="white")
+        _figure(chart).savefig(path, dpi=200, facecolor="white")
 
 
-def _figure(chart: Chart, axis: str) -> Figure:
+def _figure(chart: Chart) -> Figure:
     labels = [*(curve.label for curve in chart.curves if curve.label), *chart.levels]
     columns = 2 if max(map(len, labels), default=0) <= _LONGEST_IN_TWO else 1
     rows_below = math.ceil(len(labels) / columns) if len(labels) > _MOST_INSIDE else 0
@@ -114,16 +110,16 @@ def _figure(chart: Chart, axis: str) -> Figure:
     figure = Figure(figsize=(4.6, 2.6 + legend))
     bottom, height = 0.5 + legend, 1.85
     axes = figure.add_axes((0.13, bottom / (2.6 + legend), 0.84, height / (2.6 + legend)))
-    _draw(axes, chart, axis)
+    _draw(axes, chart)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(**_BELOW | {"ncols": columns} if rows_below else {"loc": "best"})
     return figure
 
 
-def _draw(axes: Axes, chart: Chart, axis: str) -> None:
+def _draw(axes: Axes, chart: Chart) -> None:
     points = _MOST_POINTS // len(chart.curves)
     for curve in chart.curves:
-        x, y = thin(curve.x[axis] / chart.x_axes[axis].size, curve.y, points)
+        x, y = thin(curve.x, curve.y, points)
         axes.plot(
             x,
             y,
@@ -137,7 +133,7 @@ def _draw(axes: Axes, chart: Chart, axis: str) -> None:
         )
     for label, value in chart.levels.items():
         axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=_shown(label))
-    _finish(axes, chart, axis)
+    _finish(axes, chart)
 
 
 def _shown(label: str) -> str:
@@ -145,24 +141,20 @@ def _shown(label: str) -> str:
     return f" {label}" if label.startswith("_") else label
 
 
-def _finish(axes: Axes, chart: Chart, axis: str) -> None:
-    label, _, end = chart.x_axes[axis]
-    axes.set_xlabel(label)
-    if end:
-        axes.set_xlim(-0.03 * end, 1.03 * end)
+def _finish(axes: Axes, chart: Chart) -> None:
+    axes.set_xlabel("step")
+    if chart.last_step:
+        axes.set_xlim(-0.03 * chart.last_step, 1.03 * chart.last_step)
     axes.set_title(chart.unit, loc="left", fontsize="medium", color=TEXT)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis == "step"))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in chart.curves])
     spread = values.max() / values.min() if values.min() > 0 else 1
     if chart.is_log and spread > 5:  # a narrower axis has less than two of the ticks 1, 2, 5, 10
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if spread < 100 else (1,)))
-        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(6))
-        plain = ScalarFormatter(useOffset=False)
-        plain.set_scientific(False)
-        axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter("{x:g}")
     if chart.name == "learning-rate":
         axes.set_ylim(bottom=0)

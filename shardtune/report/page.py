@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import jinja2
 
-from shardtune.report.charts import AXES, PHASE_NAMES, make_charts
+from shardtune.report.charts import PHASE_NAMES, make_charts
 from shardtune.report.draw import COLOURS, svg, write_png
 from shardtune.report.read_run import Entry, RunRecord
 from shardtune.report.summary import NOT_WRITTEN, OF_CONFIG, card, figures, no_step, when
@@ -49,11 +49,8 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     for chart in make_charts(runs):
         file = folder / f"{chart.name}.png"
         write_png(chart, file)
-        svgs = {axis: svg(chart, axis) for axis in AXES}
         png = quote(f"{folder.name}/{file.name}")
-        charts.append(
-            {"name": chart.name, "title": chart.title, "note": chart.note, "svgs": svgs, "png": png}
-        )
+        charts.append({"chart": chart, "svg": svg(chart), "png": png})
     notes = list(_notes(runs))
     tables = {
         "starts": [row for run in runs for row in _starts(run, len(runs) > 1)],
@@ -73,7 +70,6 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         sources=[str(run.path / METRICS) for run in runs],
         notes=notes,
         colours=COLOURS,
-        axes=AXES,
         heads=[run.name for run in runs],
         cards="\n\n".join(map(card, runs)),
         overview=_overview(runs) if len(runs) > 1 else [],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +93,6 @@ class RunRecord:
             values = [entry.get(name) for entry in self.of_kind(kind)]
             self._columns[kind, name] = np.array(values, np.float64)  # None becomes NaN
         return self._columns[kind, name]
-
-    @cached_property
-    def _sums(self) -> dict[str, FloatArray]:
-        """Return the position on each axis after each step, from 0 on."""
-        columns = {"tokens": "tokens", "time": "seconds"}
-        return {
-            axis: np.nancumsum([0.0, *self.column("step", name)]) for axis, name in columns.items()
-        }
-
-    def positions(self, steps: FloatArray) -> dict[str, FloatArray]:
-        """Return where steps lie on each axis: the step, tokens, seconds of training."""
-        known = np.array([0.0, *self.column("step", "step")])
-        return {"step": steps} | {
-            axis: np.interp(steps, known, sums) for axis, sums in self._sums.items()
-        }
 
 
 def read_run(path: Path) -> RunRecord:
