@@ -91,13 +91,15 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
         parser.error(f"--step {options.step} is less than 1")
     if options.step is not None and options.html:
         parser.error("--step prints records, and --html writes a page of the first ones")
+    if options.step is not None and options.records is not None:
+        parser.error("--step prints all records of a step, and --records the first ones")
     if options.html and options.json:
         parser.error("--html and --json are two forms of the same")
     if options.step is not None:
         with imports_without_gc():
             from shardtune.report.step_records import show_step
 
-        show_step(options.config, options.assignments, options.step, options.records, options.json)
+        show_step(options.config, options.assignments, options.step, options.json)
         return
     if not options.html:
         with imports_without_gc():

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="show what step N trains instead: of the run in run.dir, or as one rank would take it",
+        help="show what the run in run.dir trains in step N instead",
     )
     parser.add_argument(
         "--json",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page instead: conversations with what is trained in colour, and histograms",
+        help="write a page of the first records instead, with trained text in colour",
     )
     parser.add_argument(
         "assignments", nargs="*", metavar="section.key=value", help="override the configuration"

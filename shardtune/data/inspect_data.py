@@ -10,15 +10,23 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shardtune.config import DataConfig
+from shardtune.config import Config, DataConfig
 from shardtune.config_io import load_config
 from shardtune.data.arguments import RECORDS_IN_PICTURE
-from shardtune.data.dataset import build_encoder, find_sources, open_prepared, prepare_data
+from shardtune.data.chat_encoder import ChatEncoder
+from shardtune.data.dataset import (
+    PreparedData,
+    TokenDataset,
+    build_encoder,
+    find_sources,
+    open_prepared,
+    prepare_data,
+)
 from shardtune.data.sources import read_records
 from shardtune.log import logger, quiet_libraries
 
@@ -26,6 +34,16 @@ _COLOURED = ("\033[1;32m", "\033[0m")
 _BRACKETED = ("⟦", "⟧")
 _BETWEEN_TOKENS = "│"
 _BYTES_OF_A_CHARACTER = 4  # at most, and as many tokens
+
+
+class ShownSequence(NamedTuple):
+    """A sequence of data.train, its record, and where this stands."""
+
+    record: int
+    place: str
+    source: str  # empty where the sources have no names
+    tokens: list[int]
+    trained: list[bool]
 
 
 def inspect_data(
@@ -36,21 +54,9 @@ def inspect_data(
     Raises:
         UserError: a wrong configuration, no tokenizer, broken data.
     """
-    config = load_config(config_path, assignments, os.environ)
-    log_to_stderr()
-    encoder = build_encoder(config.model.path, config.data, datetime.date.today())
-    prepared = open_prepared(prepare_data(config.data, encoder))
-    dataset = prepared.train
-    sources = [key.removeprefix("data.train").lstrip(".") for key in config.data.train_sources]
-    places = _places(config.data)
+    config, encoder, prepared = tokenized(config_path, assignments)
     n_shown = n_records if n_records is not None or as_json else RECORDS_IN_PICTURE
-    stop = len(dataset) if n_shown is None else np.searchsorted(dataset.record, n_shown)
-    record, place = -1, ""
-    for i in range(stop):
-        tokens, trained = (column.tolist() for column in dataset[i])
-        while record < dataset.record[i]:
-            record, place = next(places)
-        source = sources[dataset.source[i]]
+    for record, place, source, tokens, trained in sequences(config.data, prepared.train, n_shown):
         if as_json:
             shown = {"record": record, "input_ids": tokens, "trained": trained, "place": place}
             print(json.dumps(shown | ({"source": source} if source else {})))
@@ -58,9 +64,40 @@ def inspect_data(
             of = f" ({source})" if source else ""
             print(f"Record {record}{of} of {place}: {len(tokens)} tokens, {sum(trained)} trained")
             print(picture(encoder.tokenizer, tokens, trained) + "\n")
-    lengths = {"tokens": dataset.lengths, "trained tokens": dataset.trained_counts}
-    for line in [*prepared.lines, *(_spread(name, values) for name, values in lengths.items())]:
+    for line in lines(prepared):
         print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def tokenized(
+    config_path: Path, assignments: Sequence[str]
+) -> tuple[Config, ChatEncoder, PreparedData]:
+    """Tokenize the data of a configuration as a run does. Raises UserError."""
+    config = load_config(config_path, assignments, os.environ)
+    log_to_stderr()
+    encoder = build_encoder(config.model.path, config.data, datetime.date.today())
+    return config, encoder, open_prepared(prepare_data(config.data, encoder))
+
+
+def sequences(
+    data: DataConfig, train: TokenDataset, n_records: int | None
+) -> Iterator[ShownSequence]:
+    """Yield the sequences of the first `n_records` records, None: of all."""
+    sources = [key.removeprefix("data.train").lstrip(".") for key in data.train_sources]
+    places = _places(data)
+    stop = len(train) if n_records is None else np.searchsorted(train.record, n_records)
+    record, place = -1, ""
+    for i in range(stop):
+        tokens, trained = (column.tolist() for column in train[i])
+        while record < train.record[i]:
+            record, place = next(places)
+        yield ShownSequence(record, place, sources[train.source[i]], tokens, trained)
+
+
+def lines(prepared: PreparedData) -> list[str]:
+    """Return what a run logs of the data, and how long its sequences are."""
+    train = prepared.train
+    lengths = {"tokens": train.lengths, "trained tokens": train.trained_counts}
+    return [*prepared.lines, *(_spread(name, values) for name, values in lengths.items())]
 
 
 def log_to_stderr() -> None:

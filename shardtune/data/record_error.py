@@ -10,13 +10,12 @@ from typing import Any
 class RecordError(ValueError):
     """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line.
 
-    `written`: the record as the data has it, where the file's reader has refused it. `kind`: the
-    problem without the values of this record, alike for all records of one shape.
+    `kind`: the problem without the values of this record, alike for all records of one shape.
     """
 
-    def __init__(self, problem: str, written: str = "", kind: str = "") -> None:
-        super().__init__(problem, written, kind)
-        self.problem, self.written, self.kind = problem, written, kind or problem
+    def __init__(self, problem: str, kind: str = "") -> None:
+        super().__init__(problem, kind)
+        self.problem, self.kind = problem, kind or problem
 
     def __str__(self) -> str:
         return self.problem

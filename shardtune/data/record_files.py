@@ -325,8 +325,8 @@ def _csv_rows(file_name: str, content: io.BufferedReader) -> Iterator[Text]:
                 yield number, json.dumps(dict(zip(names, values, strict=True))).encode()
             elif values:
                 counts = f"{len(values)} values under a header of {len(names)} columns"
-                remedy = "quote values that hold commas or newlines"
-                yield number, RecordError(f"{counts} - {remedy}", ",".join(values))
+                remedy = f"quote values that hold {divider!r} or newlines"
+                yield number, RecordError(f"{counts} - {remedy}")
             number = rows.line_num + 1
     except UnicodeDecodeError:
         yield number, FileError(_NOT_UTF8)

@@ -1,4 +1,4 @@
-"""`inspect-data --html`: what is marked is what is trained, and the rest has a reason."""
+"""`inspect-data --html`: what is marked is what is trained."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from helpers.data_run import chat, save_model, write
 from transformers import AutoTokenizer
@@ -56,22 +54,11 @@ def page_of(folder: Path, *arguments: str) -> str:
     return out.read_text(encoding="utf-8")
 
 
-def articles(page: str) -> list[tuple[set[str], list[tuple[str, str]]]]:
-    """Return the filters and the spans, (reason or "", text), of each record."""
-    return [
-        (
-            set(re.findall(r"is-(\w+)", kinds)),
-            [
-                (html.unescape(reason), html.unescape(marked or text))
-                for marked, reason, text in re.findall(
-                    r'<mark>(.*?)</mark>|<span title="(.*?)">(.*?)</span>', body, re.DOTALL
-                )
-            ],
-        )
-        for kinds, body in re.findall(
-            r'<article id="record-[\w.-]+" class="(.*?)">(.*?)</article>', page, re.DOTALL
-        )
-    ]
+def shown(page: str) -> list[list[tuple[str, str]]]:
+    """Return the runs of text, (trained text, other text), of each sequence."""
+    bodies = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
+    runs = re.compile(r"<mark>(.*?)</mark>|<span>(.*?)</span>", re.DOTALL)
+    return [[(html.unescape(a), html.unescape(b)) for a, b in runs.findall(x)] for x in bodies]
 
 
 def test_the_page_marks_the_tokens_that_are_trained(folder, capsys):
@@ -82,78 +69,30 @@ def test_the_page_marks_the_tokens_that_are_trained(folder, capsys):
         json.loads(line) for line in capsys.readouterr().out.splitlines()
     ]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    shown = articles(page)
-    assert len(shown) == len(sequences) == 4
-    for (_, spans), sequence in zip(shown, sequences, strict=True):
-        assert "".join(text for _, text in spans) == tokenizer.decode(sequence["input_ids"])
+    runs_of = shown(page)
+    assert len(runs_of) == len(sequences) == 4
+    for runs, sequence in zip(runs_of, sequences, strict=True):
+        assert "".join(a + b for a, b in runs) == tokenizer.decode(sequence["input_ids"])
         pairs = zip(sequence["input_ids"], sequence["trained"], strict=True)
         trained = tokenizer.decode([token for token, is_trained in pairs if is_trained])
-        assert "".join(text for reason, text in spans if not reason) == trained
+        assert "".join(text for text, _ in runs) == trained
+    assert len(shown(page_of(folder, "--records", "2"))) == 2
     assert not re.search(r'(?:src|href)="[^#]|<script', page)
 
 
-def test_the_page_says_why_a_turn_is_not_trained(folder):
-    (_, prompt), (_, turns), (_, text), (_, completion) = articles(page_of(folder))[:4]
-    assert prompt[0][0].startswith("message 0 (user) is context; what the template writes before")
-    said = "message 0 (user) is context; message 1 (assistant) is marked as not to be trained; "
-    assert turns[0][0].startswith(said)
-    assert text[0][0] == "the first token, which nothing predicts"
-    assert completion[0][0] == "the prompt"
-    (_, turns), *_ = articles(page_of(folder, "data.loss_on=last"))[1:]
-    assert "message 3 (assistant) is not the last turn (loss_on=last)" in turns[0][0]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_broken_and_untrained_records_stand_on_the_page_with_their_text(kind, folder, capsys):
-    silent = {"messages": [{"role": "user", "content": "nobody answers <me>"}]}
+def test_the_page_names_the_first_record_of_each_warning(folder, capsys):
     broken = {"messages": [{"role": "human", "content": "a broken one"}]}
-    good = [chat(f"q{i}") for i in range(600)]
-    others = [{"messages": []}, good[0], chat("<image>")]  # broken, repeated, trained as text
-    records = [*good[:300], silent, broken, *good[300:], broken, *others]
-    train = write(folder / "broken.jsonl", records)
-    if kind == "parquet":
-        records = [json.loads(line) for line in train.read_text().splitlines()]
-        pq.write_table(pa.Table.from_pylist(records), train := train.with_suffix(".parquet"))
-    arguments = (f"data.train={train}", "data.on_broken=drop")
-    page = page_of(folder, *arguments, "--records", "3")
-    dropped = [spans for kinds, spans in articles(page) if "dropped" in kinds]
-    assert [[reason for reason, _ in spans] for spans in dropped] == [["dropped"]] * 4
-    texts = [spans[0][1] for spans in dropped]
-    assert "nobody answers <me>" in texts[0] and all("a broken one" in text for text in texts[1:3])
-    assert "messages[0].role is &#39;human&#39; - write user" in page
-    warnings = re.findall(r'<p class="warning">(.*?)</p>', page)
-    assert [html.unescape(re.sub("<.*?>", "", line)) for line in warnings] == [
-        line for line in capsys.readouterr().out.splitlines() if "WARN" in line
-    ]
-
-
-@pytest.mark.parametrize("overflow", ["turns", "truncate"])
-def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder, overflow):
-    write(folder / "cut.jsonl", [MANY_TURNS])
-    train = f"data.train={folder}/cut.jsonl"
-    (_, whole), *_ = articles(page_of(folder, train))
-    n_tokens = 55  # between the end of message 3 and that of message 5
-    arguments = (train, f"data.max_length={n_tokens}", f"data.overflow={overflow}")
-    ((kinds, spans),) = articles(page_of(folder, *arguments))
-    assert "cut" in kinds
-    assert spans[-1][0] == "cut off: longer than data.max_length"
-    assert "again" in spans[-1][1] or overflow == "truncate"
-    assert "".join(text for _, text in spans) == "".join(text for _, text in whole)
-    assert "".join(text for reason, text in spans if not reason).startswith("fine")
-
-
-def test_dropped_records_are_found_wherever_they_are(folder):
-    untrained = [chat(f"hello {i}", "") for i in range(60)]
-    for record in untrained:
-        record["messages"][1]["train"] = False
-    write(folder / "drop.jsonl", [*(chat(f"how {i}", "fine") for i in range(600)), *untrained])
-    arguments = (f"data.train={folder}/drop.jsonl", "data.eval_fraction=0.3", "--records", "2")
-    page = page_of(folder, *arguments)
-    titles = re.findall(
-        r'<article id="record-\d+" class="[^"]*is-dropped[^"]*">\s*<h2>Record (\d+)', page
-    )
-    assert len(titles) == 20 and min(map(int, titles)) >= 600
-    assert page.count("held out for evaluation") < 6  # only those of the first two
+    long = chat("q " * 80, "fine")
+    train = write(folder / "broken.jsonl", [*RECORDS[:1] * 30, broken, long, *RECORDS, broken])
+    more = (f"data.train={train}", "data.on_broken={drop: 0.1}", "data.max_length=90")
+    page = page_of(folder, *more)
+    lines = re.findall(r'<p class="(warning|soft)">(.*?)</p>', page)
+    warned = [html.unescape(line) for kind, line in lines if kind == "warning"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "WARN" in line]
+    assert [line.rpartition(" (first: ")[0] or line for line in warned] == said
+    assert f"{train}:31" in warned[-1] and "human" in warned[-1]
+    (dropped,) = (line for _, line in lines if "longer than data.max_length=90" in line)
+    assert dropped.endswith(f"(first: {train}:32)")
 
 
 def test_the_page_overwrites_no_other_file_and_excludes_json(folder, capsys):

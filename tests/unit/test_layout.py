@@ -26,9 +26,9 @@ SAID = {  # what a user asked for, in words
     ("cluster/node_info.py", "config.parallel"),
     ("planner/command/team_table.py", "config.model.activation_checkpointing"),
 }
-# A run, a machine that is planned for, a trial before there is one, steps without a run.
+# A run, a machine that is planned for, a trial before there is one.
 MAKERS = {"distributed/join.py", "planner/arithmetic/machine.py", "planner/command/plan_command.py"}
-MAKERS |= {"report/step_records.py", "distTest/rehearse/__main__.py", "benchmarks/models.py"}
+MAKERS |= {"distTest/rehearse/__main__.py", "benchmarks/models.py"}
 
 
 def test_no_other_file_asks_the_configuration_what_a_run_is():

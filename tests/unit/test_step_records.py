@@ -42,7 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     took = [{"kind": "step", "step": number} for number in range(1, LAST_STEP + 1)]
     write(folder / "run/metrics.jsonl", [*starts, *took])
     write_config(load_config(folder / "run.yaml", [], {}), folder / "run/config.yaml")
-    write(folder / "old/metrics.jsonl", [{"kind": "start", "step": 0, "total_steps": 9}])
     write(folder / "later/metrics.jsonl", starts[1:])
     return folder
 
@@ -106,16 +105,6 @@ def test_each_rank_is_shown_with_what_it_trained(folder, capsys):
     assert sorted(trained) == sorted(2 * list(range(N_RECORDS)))  # two epochs
 
 
-@pytest.mark.parametrize(("run_dir", "why"), [("none", "holds no run"), ("old", "older version")])
-def test_without_a_run_one_rank_takes_the_rows(run_dir, why, folder, capsys):
-    data = Run(folder / "model", folder / "train.jsonl", max_length=90).prepared
-    second = list(schedule_of(data, 2, Position()).steps())[1]
-    rows, title = shown(folder, 2, capsys, f"run.dir={folder}/{run_dir}")
-    assert "as one data rank would take it" in title and why in title
-    assert sorted(row["record"] for row in rows) == sorted(second.rows.members.tolist())
-    assert {row["data_rank"] for row in rows} == {0}
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
@@ -123,7 +112,8 @@ def test_without_a_run_one_rank_takes_the_rows(run_dir, why, folder, capsys):
         (("--step", "0"), "--step 0 is less than 1"),
         (("--step", "1", "--html", "a.html"), "--step prints records"),
         (("--step", "3", "run.dir={}/later"), "later begins behind step 3, so that it has no step"),
-        (("--step", "99", "run.dir={}/none"), "--step 99: one data rank would take "),
+        (("--step", "1", "run.dir={}/none"), "none: no run (metrics.jsonl"),
+        (("--step", "1", "--records", "2"), "--step prints all records of a step"),
         (("--step", "1", "data.loss_on=all"), "has trained other data in step 1 than this"),
         (("--step", "1", "data.max_length=80"), "data.max_length is 80, and 90 in the run - use "),
         (("--step", "1", "run.seed=1"), "run.seed is 1, and 1234 in the run - use --config "),
