@@ -1,16 +1,12 @@
 """Hand the objects of `metrics.jsonl` to trackers: TensorBoard and Weights & Biases.
 
-Each tracker has a thread of its own. A tracker that fails is logged once, and a tracker that hangs
-loses objects: neither stops nor slows the run.
+Both send in threads of their own. A tracker that fails is logged once, and does not stop the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -22,12 +18,11 @@ from shardtune.config_io import to_dict
 from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
-_MOST_WAITING = 10_000  # objects that wait for a tracker that hangs
-_CLOSE_TIMEOUT_S = 10.0  # for objects that a tracker has not sent when the run ends
+_SERVER_TIMEOUT_S = 10  # for a server at the start, and for what is not sent when the run ends
 _NOT_SHOWN = {"step", "time"}
 
 Entry = Mapping[str, Any]
-Write = Callable[[Entry], None]
+Tracker = tuple[Callable[[Entry], None], Callable[[], None]]  # takes an object; ends the tracker
 
 
 def require_trackers(config: LoggingConfig) -> None:
@@ -44,7 +39,7 @@ def require_trackers(config: LoggingConfig) -> None:
 
 
 def open_sinks(config: Config, run_dir: Path, resumed_step: int | None) -> list[Sink]:
-    """Start a thread for each tracker that the configuration names."""
+    """Open each tracker that the configuration names."""
     sinks = []
     if config.logging.tensorboard:
         sinks.append(Sink("TensorBoard", partial(_tensorboard, run_dir, resumed_step)))
@@ -54,54 +49,33 @@ def open_sinks(config: Config, run_dir: Path, resumed_step: int | None) -> list[
 
 
 class Sink:
-    """Hands objects to a tracker in a thread.
+    """Hands objects to a tracker until it fails."""
 
-    `start` connects to the tracker, yields a function that takes an object, and then closes the
-    tracker. It runs in the thread, because it may wait for a network.
-    """
-
-    def __init__(self, name: str, start: Callable[[], Iterator[Write]]) -> None:
-        self._name, self._start = name, start
-        self._queue: queue.Queue[Entry | None] = queue.Queue(_MOST_WAITING)
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        self._name, self._tracker = name, None
+        with self._until_it_fails():
+            self._tracker = open_tracker()
 
     def put(self, entry: Entry) -> None:
-        """Hand over an object without waiting."""
-        if self._has_ended:
-            return
-        try:
-            self._queue.put_nowait(entry)
-        except queue.Full:
-            self._end(f"does not take {_MOST_WAITING} objects")
+        if self._tracker:
+            with self._until_it_fails():
+                self._tracker[0](entry)
 
-    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Wait until the tracker has every object, but no longer than `timeout_s`."""
-        if self._has_ended:
-            return
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=timeout_s)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._end(f"has not taken everything within {timeout_s:g} s")
+    def close(self) -> None:
+        if self._tracker:
+            with self._until_it_fails():
+                self._tracker[1]()
 
-    def _work(self) -> None:
+    @contextlib.contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
         try:
-            for write in self._start():
-                while (entry := self._queue.get()) is not None:
-                    write(entry)
+            yield
         except Exception as error:  # a tracker may raise anything
-            self._end(f"failed ({type(error).__name__}: {first_line(error)})")
-
-    def _end(self, what: str) -> None:
-        if not self._has_ended:
             logger.warning(
-                f"{self._name} {what}, and gets no more: the run goes on, and metrics.jsonl has "
-                "everything"
+                f"{self._name} failed ({type(error).__name__}: {first_line(error)}), and gets no "
+                "more: the run goes on, and metrics.jsonl has everything"
             )
-        self._has_ended = True
+            self._tracker = None
 
 
 def scalars(entry: Entry) -> dict[str, float]:
@@ -130,21 +104,21 @@ def _over_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
     return numbers
 
 
-def _tensorboard(run_dir: Path, resumed_step: int | None) -> Iterator[Write]:
+def _tensorboard(run_dir: Path, resumed_step: int | None) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     # The run repeats the steps behind the checkpoint: drop their points.
     purge_step = None if resumed_step is None else resumed_step + 1
-    with SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step) as writer:
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
-        def write(entry: Entry) -> None:
-            for name, value in scalars(entry).items():
-                writer.add_scalar(name, value, entry["step"])
+    def write(entry: Entry) -> None:
+        for name, value in scalars(entry).items():
+            writer.add_scalar(name, value, entry["step"])
 
-        yield write
+    return write, writer.close
 
 
-def _wandb(config: Config, run_dir: Path, resumed_step: int | None) -> Iterator[Write]:
+def _wandb(config: Config, run_dir: Path, resumed_step: int | None) -> Tracker:
     import wandb
 
     id_file = run_dir / "wandb_run_id"
@@ -157,13 +131,14 @@ def _wandb(config: Config, run_dir: Path, resumed_step: int | None) -> Iterator[
         dir=run_dir,
         config=to_dict(config),
         resume="allow",
-        # A run has nobody at the terminal to type a key.
-        settings=wandb.Settings(silent=True, console="off", login_timeout=1),
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            login_timeout=1,  # a run has nobody at the terminal to type a key
+            init_timeout=_SERVER_TIMEOUT_S,
+            finish_timeout=_SERVER_TIMEOUT_S,
+            finish_timeout_raises=True,
+        ),
     )
     run.define_metric("*", step_metric="step")  # objects of a save come some steps later
-
-    def write(entry: Entry) -> None:
-        run.log({**scalars(entry), "step": entry["step"]})
-
-    yield write
-    run.finish()
+    return lambda entry: run.log({**scalars(entry), "step": entry["step"]}), run.finish
