@@ -1,4 +1,4 @@
-"""The private names of torch and transformers that docs/support.md lists: each is there in the
+"""The private names of torch and transformers that CONTRIBUTING.md lists: each is there in the
 pinned versions, and the code uses no others.
 """
 
@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from transformers import PreTrainedModel
 
-PAGE = (REPOSITORY / "docs/support.md").read_text(encoding="utf-8").partition("## Private names")[2]
+PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Private names")[2]
 FILES = [
     REPOSITORY / "train_fsdp.py",
     *(
@@ -78,7 +78,7 @@ def test_every_private_name_that_the_code_uses_is_listed_with_its_file():
         missing += [
             f"{file}: {name}" for name in sorted({*used(path, own)} - listed - OF_AN_OLDER_TORCH)
         ]
-    assert missing == [], "add a row to the private names of docs/support.md"
+    assert missing == [], "add a row to the private names of CONTRIBUTING.md"
 
 
 def test_every_listed_private_name_is_used_in_its_files():
@@ -89,7 +89,7 @@ def test_every_listed_private_name_is_used_in_its_files():
         for file in row.files or ["no file"]
         if not re.search(rf"\b{row.name.split('.')[-1]}\b", texts.get(file, ""))
     ]
-    assert unused == [], "take it from the private names of docs/support.md, or correct its file"
+    assert unused == [], "take it from the private names of CONTRIBUTING.md, or correct its file"
 
 
 def short(path: Path) -> str:
