@@ -1,4 +1,4 @@
-"""Write the plans and verdicts in docs/planner.md, planner-method.md and long-rows.md anew.
+"""Write the plans and verdicts in docs/planner.md and memory.md anew.
 
 After `<!-- plan OPTIONS -->` come the lines of `shardtune plan` for config.yaml with these options,
 without changes that would help. After `<!-- plans -->` comes a table whose first column has such
@@ -30,8 +30,7 @@ from shardtune.planner.plan import Plan
 from shardtune.planner.status_lines import silent
 
 PAGE = REPOSITORY / "docs/planner.md"
-METHOD = REPOSITORY / "docs/planner-method.md"
-LONG_ROWS = REPOSITORY / "docs/long-rows.md"
+MEMORY = REPOSITORY / "docs/memory.md"
 CONFIGS = REPOSITORY / "tests/data/configs"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TEAM = re.compile(r"(<!-- team (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
@@ -49,7 +48,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(_: Namespace) -> None:
-    for page in (PAGE, METHOD, LONG_ROWS):
+    for page in (PAGE, MEMORY):
         text = with_plans(page.read_text(encoding="utf-8"))
         page.write_text(with_rows(VERDICTS, verdict_row, text), encoding="utf-8")
 

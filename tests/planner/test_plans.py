@@ -1,4 +1,4 @@
-"""The plans of GLM-4.5-Air that docs/planner-method.md quotes, and those of long rows."""
+"""The plans of GLM-4.5-Air that docs/planner.md quotes, and those of long rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from conftest import REPOSITORY
 from transformers import AutoConfig
 
-from benchmarks.plans import CONFIGS, LONG_ROWS, METHOD, PAGE, PLANS, plan_of, with_plans
+from benchmarks.plans import CONFIGS, MEMORY, PAGE, PLANS, plan_of, with_plans
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
@@ -35,7 +35,7 @@ def test_the_page_has_what_the_code_computes(tmp_path, monkeypatch):
     for name in ("config.yaml", "examples", "tests"):  # what the pages name, without a preflight
         (tmp_path / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path)
-    for page, plans in ((PAGE, 0), (METHOD, 2), (LONG_ROWS, 1)):
+    for page, plans in ((PAGE, 2), (MEMORY, 1)):
         text = page.read_text(encoding="utf-8")
         assert len(re.findall("<!-- plans? ", text)) == plans
         assert with_plans(text) == text
@@ -49,13 +49,13 @@ def test_longer_rows_take_what_the_page_says(tmp_path):
     options = f"--config examples/long-rows-glm-4.5-air.yaml model.path={tmp_path}"
     plan = plan_of(f"{options} data.max_length=196608 model.activation_checkpointing=offload")
     gpu, host = (f"{size / 1e9:.1f} GB" for size in (plan.peak_bytes, plan.storage.inputs_bytes))
-    page = " ".join(LONG_ROWS.read_text(encoding="utf-8").split())
+    page = " ".join(MEMORY.read_text(encoding="utf-8").split())
     assert plan.fits and f"takes {gpu} of each GPU so, and {host} of a node's own memory" in page
 
 
 @pytest.mark.full
 def test_plans_of_other_keys_have_steps_of_as_many_tokens():
-    table = PLANS.search(METHOD.read_text(encoding="utf-8"))[2]
+    table = PLANS.search(PAGE.read_text(encoding="utf-8"))[2]
     for options in re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE):
         if "data.max_length" not in options:
             assert plan_of(options, bound_plan).step_tokens == 32 * 4096
@@ -68,7 +68,7 @@ def test_the_shipped_configuration_is_the_fastest_mesh_of_its_network(nic_gbps, 
     plan = plan_of(f"--gpu-memory 80 --nic-gbps {nic_gbps}")
     model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
     changes = Search(plan, Simulations(model_config)).changes()
-    page = METHOD.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     named = re.findall(r"`--gpu-memory 80 --nic-gbps 3200 (.+?)`", page)[0].split()
     found = {f"{key}={n}" for change in changes for key, n in change.values.items()}
     assert found == (set() if is_shipped else set(named))
