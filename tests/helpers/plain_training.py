@@ -65,7 +65,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> Encode
 
 
 def summed_nll(model: Any, ids: list[int], trained: list[bool]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nll = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
     return nll[torch.tensor(trained[1:])].double().sum()
 
@@ -88,10 +89,14 @@ def plain_training(
     max_norm: float = math.inf,
     weight_decay: float = 0.0,
     opened: Any = AutoModelForCausalLM,
+    dtype: torch.dtype = torch.float32,
 ) -> Trained:
     """AdamW over the loss per trained token of all records, one record at a time, a step for each
-    rate. `opened`: the class that opens the model."""
-    model = opened.from_pretrained(path, dtype=torch.float32)
+    rate. `opened`: the class that opens the model. `dtype`: float64 where this loop itself would
+    round more in float32 than a test allows: how much differs between CPUs."""
+    fused = dtype.itemsize < 8  # products of all experts at once take no float64
+    how = {} if fused else {"experts_implementation": "eager"}
+    model = opened.from_pretrained(path, dtype=dtype, **how)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(
         [

@@ -377,7 +377,7 @@ def test_a_signal_ends_a_launch_that_would_start_its_ranks_again(when, folder):
 
 @FULL
 def test_restarts_are_given_up_when_no_step_is_gained(folder):
-    fault = break_rank(folder, 1, FORWARD, KILL, nth=1)
+    fault = break_rank(folder, 1, FORWARD, f"time.sleep(3); {KILL}", nth=1)  # step 1 is seen
     one_node = {"NNODES": "1", "GPUS_PER_NODE": "2", "MAX_RESTARTS": "5"}
     arguments = (*ARGUMENTS, "eval.baseline=false")
     code, output, errors = end(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from helpers import moe_families, packing_families
 from helpers.chats import write_jsonl
 from helpers.commands import finish, read_metrics
@@ -149,7 +150,7 @@ def test_shared_rows_equal_one_record_at_a_time(
         train_each([run], tmp_path)
         logs.append((tmp_path / "run0.out").read_text(encoding="utf-8").splitlines())
     encoded = [encode(tokenizer, record) for record in records]
-    expected = plain_training(models(family), encoded, RATES, MAX_NORM)
+    expected = plain_training(models(family), encoded, RATES, MAX_NORM, dtype=torch.float64)
     steps = steps_of(tmp_path / "run")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-6)
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-6)

@@ -89,7 +89,9 @@ def test_its_text_is_trained_exactly_and_the_rest_is_copied(family, options, tok
     moved = 0
     for name, tensor in opened.state_dict().items():
         wanted = expected.final[name]
-        assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), name
+        # One that begins at 0 is its update alone, with the rounding of its gradient.
+        bound = 1e-5 if expected.initial[name].any() else 1e-4
+        assert (tensor - wanted).norm() <= bound * wanted.norm(), name
         moved += not torch.equal(wanted, expected.initial[name])
     assert moved > 20
 
