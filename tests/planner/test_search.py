@@ -318,6 +318,20 @@ def test_where_another_mesh_fits_no_setting_changes():
     assert change.values.keys() <= MESH and change.values["parallel.replicate"] == 1
 
 
+def test_a_much_faster_run_with_one_more_setting_goes_before_a_mesh_that_fits():
+    """Ranks that share matrices hold it by slow links, full checkpointing with them idle."""
+    config = configured("model.activation_checkpointing=none", "data.max_length=2048")
+    deep = LlamaConfig(
+        **WIDE | {"num_hidden_layers": 4, "num_key_value_heads": 8}, intermediate_size=4096
+    )
+    config = with_values(config, {"train.gradient_accumulation_steps": 4})
+    plan = make_plan(config, deep, Machine(2, 4, 3.25e9, 2e9, 2e9, 1e14))
+    fastest, *_, mesh = Search(plan, Simulations(deep)).changes()
+    assert not plan.fits and fastest.fits and mesh.fits
+    assert fastest.values["model.activation_checkpointing"] == "full" and not mesh.price
+    assert fastest.floor_s < mesh.floor_s / 1.5
+
+
 def test_an_architecture_that_cannot_be_cut_is_offered_no_stages():
     """GPT-2 adds positions to what its embedding gives."""
     config = configured("train.gradient_accumulation_steps=4")
