@@ -81,6 +81,8 @@ def test_a_mapping_is_planned_as_the_file_that_has_its_keys(folder):
         assert sum(causes) == phase["total"] <= plan.peak_bytes
     assert {row["collective"] for row in plan.traffic} >= {"all-gather", "reduce-scatter"}
     assert not any(row["between_nodes"] for row in plan.traffic)  # of one node
+    given = {"model.path": MODEL, "data.train": "unread", "lora.rank": 8}
+    assert "is low for adapters" in shardtune.plan(given, *SHORT, **machine).text
 
 
 @pytest.mark.parametrize(
