@@ -47,15 +47,17 @@ def starting(*prefixes: str) -> list[str]:
 
 
 # Those that other tests run: `make demo` and the rest of the targets, the preflight alone, what
-# drops duplicates, and what reads exported chats.
+# drops duplicates, what reads exported chats, and the table of a team, whose page is computed.
 ELSEWHERE = starting(
-    "make ", "python -m distTest.preflight", "python -m tests.pretend_gpu", "python -c", "jq "
+    *("make ", "python -m distTest.preflight", "python -m tests.pretend_gpu", "python -c", "jq "),
+    "shardtune plan zai-org/",
 )
 NODES, ALONE, GREPS = starting("MASTER_ADDR="), starting("NNODES=1 "), starting("grep")
 (BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
 OTHER_WAYS = starting("tmux", "nohup", "docker", "kubectl")
 (REHEARSAL,), (ASKING,) = starting("python -m distTest.rehearse"), starting("python examples/ask")
 TORCHRUN_AND_TOOLS = starting("torchrun", "python -m shardtune", "shardtune ")
+TORCHRUN_AND_TOOLS = [command for command in TORCHRUN_AND_TOOLS if command not in ELSEWHERE]
 OTHER_STARTS = starting("accelerate launch", "python train_fsdp.py")
 
 
