@@ -27,7 +27,7 @@ from shardtune.planner.command.text import describe
 from shardtune.planner.command.verdict import verdict
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
-from shardtune.planner.status_lines import silent
+from shardtune.planner.search import silent
 
 PAGE = REPOSITORY / "docs/planner.md"
 MEMORY = REPOSITORY / "docs/memory.md"

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.error_lines import print_errors
-from shardtune.errors import Ending, RunFailed, first_line, require_packages
+from shardtune.errors import Ending, RunFailed, first_line, print_errors, require_packages
 from shardtune.imports import imports_without_gc
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
     runs = split_runs(parser.parse_intermixed_args(arguments))
     for each in runs:
         read_run_config(each)  # refused before torch is imported
-    from shardtune.planner.status_lines import say
+    from shardtune.planner.search import say
 
     say("importing PyTorch and transformers")
     with imports_without_gc():
@@ -177,7 +176,7 @@ def _ask(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.report.report_command import add_arguments, report
+    from shardtune.report.page import add_arguments, report
 
     add_arguments(parser)
     report(parser.parse_args(arguments))

@@ -23,8 +23,7 @@ from shardtune.checkpoint.run_dir import ADAPTER, BEST
 from shardtune.config_io import read_written
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
-from shardtune.error_lines import print_errors
-from shardtune.errors import UserError
+from shardtune.errors import UserError, print_errors
 from shardtune.log import quiet_libraries
 from shardtune.model.source.config_json import method_of
 from shardtune.model.source.files import known_config, model_folder, refusing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,10 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardtune.error_lines import print_errors
-
 # The remedy of most failures.
 AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
+
+
+def print_errors(*problems: str) -> None:
+    """Print an `ERROR:` line for each problem: the last lines of a process that fails."""
+    with contextlib.suppress(OSError):  # `tee` may have ended before
+        for problem in problems:
+            print(f"ERROR: {problem}", file=sys.stderr, flush=True)
 
 
 class Ending(BaseException):

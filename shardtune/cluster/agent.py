@@ -41,8 +41,7 @@ from shardtune.cluster.stuck import TICK_S
 from shardtune.config_io import read_run_arguments
 from shardtune.distributed.rank_record import SHORT_START, Failure
 from shardtune.distributed.signals import SIGNALS
-from shardtune.error_lines import print_errors
-from shardtune.errors import UserError, first_line
+from shardtune.errors import UserError, first_line, print_errors
 from shardtune.log import logger, setup_logging
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet before

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from shardtune.distributed.rank_record import RECORDS, Failure, this_rank
 from shardtune.distributed.signals import die_with_parent, end_on_signal, ignore_signals
-from shardtune.error_lines import print_errors
-from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line
+from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line, print_errors
 
 _AGENT_ENDS_US_S = 120.0
 _FIRST_RANK_SPEAKS_S = 1.0  # before a launcher of another kind ends it with this rank

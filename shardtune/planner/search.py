@@ -7,6 +7,7 @@ simulated: of the three fastest meshes, and if none of them fits, of the leanest
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -23,9 +24,8 @@ from shardtune.model.stages import require_composable
 from shardtune.model.tensor_parallel import require_separable
 from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
-from shardtune.planner.launch_arguments import mesh_arguments
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import MESH, every_mesh, value_of, with_values
+from shardtune.planner.mesh import MESH, every_mesh, mesh_arguments, value_of, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.settings import (
     ADAPTERS,
@@ -36,8 +36,8 @@ from shardtune.planner.settings import (
     together,
 )
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
-from shardtune.planner.status_lines import Say, silent
 
+Say = Callable[[str], None]  # says each part of the work before it begins
 _MOST_SIMULATED = 4
 _MOST_WANTED = 3
 _SLOW = 1.5  # ratio to the fastest mesh's step from which a run suggests that mesh
@@ -46,6 +46,14 @@ _MARGIN = 0.95  # share of the memory that a mesh may take by arithmetic alone
 _TRIAL_LAYERS = 4
 _MOST_RANKS = 512
 _ROUNDING = {"model.master_dtype", "model.reduce_dtype", "optimizer.name"}
+
+
+def silent(_: str) -> None:
+    """Say nothing."""
+
+
+def say(text: str) -> None:
+    print(f"Plan: {text}", file=sys.stderr, flush=True)
 
 
 class Search:

@@ -1,12 +1,15 @@
-"""The page of one or several runs: one HTML file that needs no network and no script."""
+"""`shardtune report`: a page of one or several runs, which needs no network and no script."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ from urllib.parse import quote
 
 import jinja2
 
+from shardtune.errors import UserError, all_of
 from shardtune.report.charts import PHASE_NAMES, make_charts
 from shardtune.report.draw import COLOURS, svg, write_png
-from shardtune.report.read_run import Entry, RunRecord
+from shardtune.report.read_run import Entry, RunRecord, read_run
 from shardtune.report.summary import NOT_WRITTEN, OF_CONFIG, card, figures, no_step, when
 from shardtune.run_files import METRICS
 
@@ -30,6 +34,43 @@ _HEADINGS = {
     "data_lines": ("data", "Data"),
     "settings": ("configuration", "Configuration"),
 }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report.html)"
+    )
+
+
+def require_page(out: Path) -> None:
+    """Raise UserError if `out` is a file that is not a page."""
+    if out.is_file() and out.stat().st_size:
+        with out.open("rb") as file:
+            if not file.read(15).lower().startswith(b"<!doctype html"):
+                raise UserError(f"{out}: this file is not a page - name another one")
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the page, and say where it is and what it leaves out.
+
+    Raises:
+        UserError: a directory is not a run, or the page cannot be written.
+    """
+    runs = all_of(*(partial(read_run, path) for path in options.runs))
+    names = Counter(run.name for run in runs)
+    runs = [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
+    out: Path = options.out or options.runs[0] / "report.html"
+    require_page(out)
+    try:
+        notes = write_report(runs, out)
+    except OSError as error:
+        raise UserError(
+            f"{out}: the page cannot be written ({error.strerror}) - name another file with --out"
+        ) from error
+    for note in notes:
+        print(f"WARNING: {note}")
+    print(f"Report: {out.resolve()}")
 
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:

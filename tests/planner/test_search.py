@@ -23,9 +23,8 @@ from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.command.text import describe, describe_room
 from shardtune.planner.command.verdict import lacking
-from shardtune.planner.launch_arguments import launch_command
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import with_values
+from shardtune.planner.mesh import launch_command, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.settings import ADAPTERS, same_training

@@ -36,15 +36,13 @@ from shardtune.planner.command.text import (
     describe_room,
 )
 from shardtune.planner.command.verdict import lacking, verdict
-from shardtune.planner.launch_arguments import as_arguments, launch_command
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import with_values
+from shardtune.planner.mesh import as_arguments, launch_command, with_values
 from shardtune.planner.plan import Plan
-from shardtune.planner.search import Search
+from shardtune.planner.search import Say, Search, silent
 from shardtune.planner.settings import ADAPTERS
 from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.extrapolate import Simulations
-from shardtune.planner.status_lines import Say, silent
 
 _SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # the default of the launch scripts
 

@@ -28,15 +28,13 @@ from shardtune.planner.command.text import (
     table,
 )
 from shardtune.planner.command.verdict import verdict
-from shardtune.planner.launch_arguments import as_arguments, mesh_arguments
 from shardtune.planner.make_plan import bound_plan
-from shardtune.planner.mesh import value_of, with_values
+from shardtune.planner.mesh import as_arguments, mesh_arguments, value_of, with_values
 from shardtune.planner.plan import Plan
-from shardtune.planner.search import Search
+from shardtune.planner.search import Say, Search
 from shardtune.planner.settings import ADAPTERS
 from shardtune.planner.simulation.at_once import in_turn
 from shardtune.planner.simulation.extrapolate import Known, Simulations
-from shardtune.planner.status_lines import Say
 from shardtune.units import gb
 
 _ROWS = 32  # the fewest rows of a step

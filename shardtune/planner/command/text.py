@@ -11,7 +11,7 @@ from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
 from shardtune.planner.arithmetic.run_length import RunLength
 from shardtune.planner.arithmetic.storage import Storage
 from shardtune.planner.command.options import OF_CARD
-from shardtune.planner.launch_arguments import as_arguments
+from shardtune.planner.mesh import as_arguments
 from shardtune.planner.plan import Plan
 from shardtune.units import duration, gb
 
