@@ -17,7 +17,7 @@ from benchmarks import results
 from distTest.gone import refuse_gone
 
 # Modules with `add_options(parser)` and `main(options)`. SHORT: the options of their short form.
-SECTIONS = ("models", "plans", "published", "runs")
+SECTIONS = ("models", "plans", "published")
 
 
 def main(arguments: Sequence[str]) -> None:

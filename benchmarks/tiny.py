@@ -47,7 +47,6 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _LAYERS = re.compile(r"(.*_)?(num_hidden_layers|n_layers?|num_layers|depth)|(en|de)coder_layers")
 _LINEAR = ["linear_attention", "full_attention"]
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-_VOCABULARY_MAP = {"<image>": 150, "IMGIMGAZ": 152, "<|extra_200|>": 151}
 _IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _IMAGES = {"rope_parameters": _IMAGE_ROPE}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
@@ -55,8 +54,7 @@ _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
 _OF_KIND: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
-    "chameleon": {"vocabulary_map": _VOCABULARY_MAP},
+    "chameleon": {"vocabulary_map": {"<image>": 150, "IMGIMGAZ": 152, "<|extra_200|>": 151}},
     "codegen": {"rotary_dim": 4},
     "cohere_compass": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
@@ -72,7 +70,6 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
-    "emu3": {"vocabulary_map": _VOCABULARY_MAP},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "glm46v": _IMAGES,
@@ -80,7 +77,6 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"rope_parameters": _IMAGE_ROPE | {"mrope_section": [1, 1, 0]}},
     "glm_ocr": _IMAGES,
     "glmga": _IMAGES,
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "gptj": {"rotary_dim": 4},
@@ -111,13 +107,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "step3p7": {
         "layer_types": ["full_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_hidden_layers": 2,
         "sliding_window": WINDOW,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4}
-            for kind in ("full_attention", "sliding_attention")
-        },
     },
 }
 

@@ -24,6 +24,8 @@ GONE: dict[str, dict[str, str]] = {
         "--head-tokens": _READ,
         **dict.fromkeys(("rounding", "card", "experts", "checkpoint", "scaling", "two"), _READ),
         **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),
+        "runs": "run models, which trains each architecture, too",
+        "--only": "leave it out: models writes all rows",
     },
     "gpu-check": {
         "peers": "run make bench: it compares with TRL and HF Trainer on CPUs",

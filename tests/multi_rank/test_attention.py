@@ -20,8 +20,7 @@ from helpers.tiny_models import small_opt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.models import one_by_one, some_documents
-from benchmarks.models_page import LENGTHS
+from benchmarks.models import LENGTHS, one_by_one, some_documents
 from distTest.workloads.batch import batch_of
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
