@@ -24,7 +24,7 @@ SHORT ?= examples/chats/short_eval.jsonl
 MADE := $(shell date +%s)
 # Options of the rehearsal, such as --procs-per-node 2.
 REHEARSE_ARGS ?=
-# Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
+# Options of the benchmarks, such as --mixes prompts --dtypes float32 --rounds 1.
 BENCH_ARGS ?=
 # Options of the checks on a GPU, such as --more, --only losses, or --limit-s 3000, which makes all.
 GPU_CHECK_ARGS ?=
@@ -153,7 +153,7 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	$(PEERS)/bin/python $(PIP_INSTALL) -r benchmarks/requirements-peers.txt
 	touch $@
 
-# `python -m benchmarks SECTION --help` has the options of one.
+# Both sections; `python -m benchmarks one` measures one of them, and --help has its options.
 bench: $(MODEL)/config.json $(PEERS)/.installed
 	$(BIN)/python -m benchmarks all --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
 

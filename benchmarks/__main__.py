@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import results
 from distTest.gone import refuse_gone
 
-# Modules with `add_options(parser)` and `main(options)`. SHORT: the options of their short form.
+# Modules with `add_options(parser)` and `main(options)`.
 SECTIONS = ("models", "plans", "published")
 
 
@@ -41,9 +41,6 @@ def main(arguments: Sequence[str]) -> None:
     module.add_options(parser)
     if name in results.SECTIONS:
         parser.set_defaults(sections=[name])
-    if short := vars(module).get("SHORT"):
-        parser.add_argument("--short", action="store_true", help="shows that all of it runs")
-        parser.set_defaults(**short if "--short" in arguments else {})
     parser.set_defaults(command=shlex.join(["python", "-m", "benchmarks", *arguments]))
     module.main(parser.parse_args(arguments[1:]))
 

@@ -58,7 +58,7 @@ def main() -> None:
     options, out = Namespace(**json.loads(sys.argv[1])), Path(sys.argv[2])
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.chat_template = MARKED_TEMPLATE
-    lines = Path(options.data).read_text(encoding="utf-8").splitlines()
+    lines = Path(options.chats).read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,8 +69,8 @@ def main() -> None:
     result = {
         "losses": watch.losses,
         # Without the first step, which also sets things up.
-        "seconds": differences(watch.ends),
-        "cpu_seconds": differences(watch.cpu_ends),
+        "seconds": [end - start for start, end in pairwise(watch.ends)],
+        "cpu_seconds": [end - start for start, end in pairwise(watch.cpu_ends)],
         "memory_bytes": peak_bytes(),
         **counts,
     }
@@ -86,17 +86,13 @@ def main() -> None:
         os._exit(0)  # gloo's threads abort a process that exits normally
 
 
-def differences(ends: list[float]) -> list[float]:
-    return [end - start for start, end in pairwise(ends)]
-
-
 def build(
     options: Namespace, tokenizer: Any, records: list[dict[str, Any]], watch: Watch, scratch: str
 ) -> Any:
     shared = {
         "output_dir": scratch,
         "num_train_epochs": options.steps,
-        "per_device_train_batch_size": options.batch_size,
+        "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": WHOLE_EPOCH,
         "learning_rate": options.lr,
         "lr_scheduler_type": "constant",
@@ -114,27 +110,23 @@ def build(
         "disable_tqdm": True,
         "seed": 1234,
     }
-    is_sharded = options.side.endswith("_fsdp")
-    if is_sharded:
-        shared["ddp_backend"] = "gloo"
-    if options.side.startswith("trl"):
+    if options.side == "trl_packed":
         from trl import SFTConfig, SFTTrainer
 
-        packing = {"packing": options.side == "trl_packed", "packing_strategy": "bfd"}
-        lengths = {**packing, "max_length": options.max_length}
-        settings = SFTConfig(**shared, **lengths, assistant_only_loss=True)
+        lengths = {"packing": True, "packing_strategy": "bfd", "max_length": options.max_length}
         return SFTTrainer(
-            model=load(options, is_sharded),
-            args=settings,
+            model=load(options),
+            args=SFTConfig(**shared, **lengths, assistant_only_loss=True),
             train_dataset=Dataset.from_list(records),
             processing_class=tokenizer,
             callbacks=[watch],
         )
-    # Grouping by length gives the least padding.
-    settings = TrainingArguments(**shared, train_sampling_strategy="group_by_length")
+    if options.side == "transformers_fsdp":
+        shared["ddp_backend"] = "gloo"
+    settings = TrainingArguments(**shared)  # it joins the group that `load` asks for
     tokenized = [tokenize(record, tokenizer, options.max_length) for record in records]
     return Trainer(
-        model=load(options, is_sharded),
+        model=load(options),
         args=settings,
         train_dataset=Dataset.from_list(tokenized),
         data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
@@ -142,13 +134,12 @@ def build(
     )
 
 
-def load(options: Namespace, is_sharded: bool = False) -> Any:
+def load(options: Namespace) -> Any:
     more: dict[str, Any] = {}
-    if is_sharded:
+    if options.side == "transformers_fsdp":
         from transformers.distributed import DistributedConfig
 
-        ranks = dist.get_world_size()  # TrainingArguments has joined the group
-        more["distributed_config"] = DistributedConfig(fsdp_size=ranks)
+        more["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
     return AutoModelForCausalLM.from_pretrained(
         options.model, dtype=torch.float32, attn_implementation="sdpa", **more
     )
@@ -180,13 +171,11 @@ def peak_bytes() -> int:
 
 def count_tokens(trainer: Any) -> dict[str, int]:
     """Count the tokens in the batches of one step of this rank."""
-    counts = {"tokens": 0, "trained_tokens": 0, "computed_tokens": 0, "head_rows": 0}
+    counts = {"tokens": 0, "trained_tokens": 0}
     for batch in trainer.get_train_dataloader():
         mask = batch.get("attention_mask")
-        counts["computed_tokens"] += batch["input_ids"].numel()
         counts["tokens"] += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
         counts["trained_tokens"] += int((batch["labels"][:, 1:] != -100).sum())
-        counts["head_rows"] += batch["input_ids"].numel()  # on a CPU all positions are scored
     return counts
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -30,13 +30,9 @@ _TIMEOUT_S = 3600  # the limit of one run
 NAMES = {
     "ours": "shardtune",
     "trl_packed": "TRL, packed (bfd)",
-    "trl_padded": "TRL, padded (batches of 4)",
-    "trl_single": "TRL (batches of 1, no padding)",
     "hf_trainer": "HF Trainer (batches of 1, no padding)",
     "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
-    "trl_fsdp": "transformers' distributed_config (TRL's SFTTrainer)",
 }
-_BATCH_SIZES = {"trl_padded": 4}  # other peers take 1, without padding
 
 
 class Unequal(Exception):
@@ -52,9 +48,6 @@ class Side:
     memory_bytes: int  # the largest of any rank
     tokens: int  # real ones
     trained_tokens: int
-    computed_tokens: int  # padding included
-    head_rows: int | None = None  # where they were counted
-    data_share: float | None = None  # the share of `seconds` waited for batches
     cpu_seconds: list[float] = field(default_factory=list)  # of CPU time in these steps
 
 
@@ -114,13 +107,11 @@ def gated(
     return equal, refused
 
 
-def counted(
-    runs: dict[str, list[Side]], reference: str, dtype: str
-) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """Do as `gated`, and record in FAILED why sides have no figure."""
+def counted(runs: dict[str, list[Side]], reference: str, dtype: str) -> dict[str, list[Side]]:
+    """Return the sides that `gated` lets pass, and record in FAILED why others have no figure."""
     equal, refused = gated(runs, reference, TOLERANCE[dtype])
-    FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
-    return equal, refused
+    FAILED.extend(f"no figure for {NAMES.get(name, name)}: {why}" for name, why in refused.items())
+    return equal
 
 
 def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
@@ -165,8 +156,6 @@ class Job:
     steps: int
     dtype: str  # forward and backward
     lr: float = LR
-    more: Mapping[str, Any] = field(default_factory=dict)  # assignments of shardtune
-    launcher: Sequence[Any] = ()  # the beginning of a command that runs another one
 
     def settings(self) -> dict[str, Any]:
         """Return the assignments of shardtune, without the run's directory."""
@@ -185,84 +174,49 @@ class Job:
             "scheduler.warmup_ratio": 0,
             "checkpoint.every_steps": 0,
             "checkpoint.mode": "sync",
-            **self.more,
         }
-
-    def run_ours(
-        self,
-        run_dir: Path,
-        *,
-        ways: str | None = None,
-        ranks: int = 1,
-        cores: Sequence[int] | None = None,
-    ) -> Side | None:
-        """Run train_fsdp.py as users do, but leave no model; return None if it failed.
-
-        The output is in a `.log` beside `run_dir`.
-        """
-        settings = {"run.dir": run_dir, "run.resume": "never", "export.final": False}
-        command = train_command(settings | self.settings(), ways=ways, ranks=ranks)
-        is_done = run_pinned([*self.launcher, *command], Path(f"{run_dir}.log"), cores)
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-        return side_of(read_run(run_dir)) if is_done else None
 
     def run(
         self,
         side: str,
         run: Path,
-        python: Path,
+        python: Path | str,
         *,
+        more: Mapping[str, Any] | None = None,
         ways: str | None = None,
-        ranks: int = 1,
+        launcher: Sequence[str] = (),
         cores: Sequence[int] | None = None,
     ) -> Side | None:
         """Run shardtune, or peers.py in the peers' environment; return None if it failed.
 
-        `run`: the path of the run's files, without suffixes. `ways`: of shardtune alone.
+        `run`: the path of the run's files, without suffixes. `more`, `ways`: assignments and ways
+        of shardtune alone. `launcher`: the beginning of a command that runs another one.
         """
+        log, out = Path(f"{run}.log"), Path(f"{run}.json")
         if side == "ours":
-            return self.run_ours(run, ways=ways, ranks=ranks, cores=cores)
-        out = Path(f"{run}.json")
-        options = {
-            "side": side,
-            "model": str(self.model),
-            "data": str(self.chats),
-            "max_length": self.max_length,
-            "steps": self.steps,
-            "dtype": self.dtype,
-            "lr": self.lr,
-            "batch_size": _BATCH_SIZES.get(side, 1),  # rows of a micro-batch
-        }
-        program = ["-m", "benchmarks.peers", json.dumps(options), out]
-        command = [*self.launcher, *launch(program, ranks, python)]
-        if not run_pinned(command, Path(f"{run}.log"), cores):
+            place = {"run.dir": run, "run.resume": "never", "export.final": False}
+            command = train_command(place | self.settings() | dict(more or {}), ways=ways)
+        else:
+            options = json.dumps(asdict(self) | {"side": side}, default=str)
+            command = launch(["-m", "benchmarks.peers", options, out], 1, python)
+        if not run_pinned([*launcher, *command], log, cores):
             return None
-        return Side(**json.loads(out.read_text(encoding="utf-8")))
+        if side != "ours":
+            return Side(**json.loads(out.read_text(encoding="utf-8")))
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        return side_of(read_run(run))
 
 
 def side_of(record: RunRecord) -> Side:
     steps = record.of_kind("step")
     ((tokens, trained),) = {(step["tokens"], step["trained_tokens"]) for step in steps}
     log = Path(f"{record.path}.log").read_text(encoding="utf-8").splitlines()
-    waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
-    # Packed rows are flattened, so nothing is padded.
+    ends = (line.removeprefix(CPU_LABEL) for line in log if line.startswith(CPU_LABEL))
     return Side(
         losses=[step["loss"] for step in steps],
         seconds=[step["seconds"] for step in steps[1:]],
         memory_bytes=max(step["memory_bytes"] for step in steps),
         tokens=tokens,
         trained_tokens=trained,
-        computed_tokens=tokens,
-        data_share=waited / took if took else None,
-        cpu_seconds=differences(json.loads(next(lines_behind(CPU_LABEL, log), "[]"))),
+        cpu_seconds=[end - start for start, end in pairwise(json.loads(next(ends, "[]")))],
     )
-
-
-def lines_behind(label: str, log: Sequence[str]) -> Iterator[str]:
-    """Yield the rest of the lines that begin with a label."""
-    return (line.removeprefix(label) for line in log if line.startswith(label))
-
-
-def differences(ends: Sequence[float]) -> list[float]:
-    """Return the seconds of each step but the first."""
-    return [end - start for start, end in pairwise(ends)]

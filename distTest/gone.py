@@ -16,7 +16,7 @@ GONE: dict[str, dict[str, str]] = {
         "convergence": "run the demo with its settings, or read its result in docs/measured.md",
         "epoch": "run one, or read its result in docs/measured.md",
         "--epochs": "give one --steps",
-        "--epoch-tokens": "give one --tokens",
+        "--families": "leave it out: cable runs both",
         "gpu": "run make gpu-check",
         "growth": _READ,
         "head": _READ,
@@ -26,6 +26,13 @@ GONE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("traffic", "records", "sinks", "profile"), _READ),
         "runs": "run models, which trains each architecture, too",
         "--only": "leave it out: models writes all rows",
+        "--sections": "name a section: one, cable or all",
+        "--short": "give --mixes prompts --rounds 1 --steps 2",
+        "--sides": "leave it out: one runs shardtune, TRL packed and HF Trainer",
+        **dict.fromkeys(
+            ("--tokens", "--epoch-tokens", "--max-length"),
+            "leave it out: one step has 1,536 tokens",
+        ),
     },
     "gpu-check": {
         "peers": "run make bench: it compares with TRL and HF Trainer on CPUs",
