@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +29,14 @@ def work_folder() -> Path:
 
 @dataclass
 class Run:
-    """A finished run: its directory, and its lines with the time of each."""
+    """A finished run: its directory and its lines."""
 
     directory: Path
-    lines: list[tuple[float, str]]
+    lines: list[str]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
         return read_run(self.directory).of_kind("step")
-
-    def time_of(self, start: str) -> float:
-        """Return the time of the first line that begins with `start`."""
-        return next(at for at, line in self.lines if line.startswith(start))
 
 
 def train(
@@ -50,7 +45,6 @@ def train(
     on_cpu: bool = False,
     saves: bool = False,
     ways: Sequence[str] = (),
-    ranks: int = 1,
 ) -> Run:
     """Run train_fsdp.py without compilation; resume if a run has this name.
 
@@ -66,9 +60,9 @@ def train(
         settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
         ways = [*ways, "unsaved"]
     more = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    lines = list[tuple[float, str]]()
+    lines = list[str]()
     with subprocess.Popen(
-        train_command(settings, ways=",".join(ways), ranks=ranks),
+        train_command(settings, ways=",".join(ways)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,10 +71,10 @@ def train(
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append((time.monotonic(), line.rstrip()))
+            lines.append(line.rstrip())
             print(f"{name}: {line}", end="", flush=True)
     if process.returncode:
-        errors = [line for _, line in lines if "ERROR" in line] or [line for _, line in lines[-1:]]
+        errors = [line for line in lines if "ERROR" in line] or lines[-1:]
         raise Failed(f"{name} ended with {process.returncode}: {errors[-1]}")
     return Run(folder, lines)
 
