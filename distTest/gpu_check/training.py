@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
-from distTest.gpu_check.runs import Run, save_model, train, write_chats
+from distTest.gpu_check.runs import Run, save_model, train, work_folder
+from distTest.workloads.chats import write_chats
 
 # Runs at the same time: each mostly takes one core.
 _AT_ONCE = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
@@ -17,8 +18,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 _STEPS, _STOP = 8, 4  # a run that resumes stops after _STOP
 _SMALL: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024}
 _SMALL |= {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
-_SMALL |= {"head_dim": 64, "pad_token_id": 2, "initializer_range": 0.1}
-_SMALL |= {"max_position_embeddings": 4096}
+_SMALL |= {"head_dim": 64, "initializer_range": 0.1, "max_position_embeddings": 4096}
 _EXPERTS = {"moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4}
 _EXPERTS |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
 _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -74,7 +74,7 @@ def _settings(family: str) -> list[str]:
     return [
         f"model.path={model}",
         "model.init=random",
-        f"data.train={write_chats(8, length)}",
+        f"data.train={write_chats(work_folder() / 'chats.jsonl', 8 * length, length)}",
         f"data.max_length={length}",
         "train.epochs=99",
         f"train.max_steps={_STEPS}",
