@@ -26,7 +26,7 @@ MADE := $(shell date +%s)
 REHEARSE_ARGS ?=
 # Options of the benchmarks, such as --mixes prompts --dtypes float32 --rounds 1.
 BENCH_ARGS ?=
-# Options of the checks on a GPU, such as --more, --only losses, or --limit-s 3000, which makes all.
+# Options of the checks on a GPU, such as --only losses.
 GPU_CHECK_ARGS ?=
 # The tools that the benchmarks compare with have an environment of their own.
 PEERS ?= .venv/peers
@@ -123,8 +123,7 @@ card:
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-# What needs one GPU, in runs/gpu-check: the first checks in under nine minutes, and with
-# GPU_CHECK_ARGS=--more the next ones. With PYTHON=... in that environment, which may be older: .venv
+# What needs one GPU, in runs/gpu-check. With PYTHON=... in that environment, which may be older: .venv
 # is not built, and what does not run there is skipped by name.
 ifeq ($(origin PYTHON),file)
 gpu-check: .venv/.installed

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 _READ = "read its result in docs/measured.md"
+_ON_PRETENDED = "run make test-full: it tests this on pretended GPUs"
 # By command: each word that is gone, and what to do.
 GONE: dict[str, dict[str, str]] = {
     "benchmarks": {
@@ -37,6 +38,13 @@ GONE: dict[str, dict[str, str]] = {
     "gpu-check": {
         "peers": "run make bench: it compares with TRL and HF Trainer on CPUs",
         "--peers": "leave it out: no check runs TRL",
+        "--more": "leave it out: nine checks are all",
+        "ceiling": "run speed-glm-4.5-air: it says the MFU of the whole run",
+        "resume": "run losses: it compares the bits of a resume, too",
+        "speed-glm-4.5-air-8192": "run speed-glm-4.5-air",
+        **dict.fromkeys(("speed-llama3-8b", "speed-qwen3-8b-lora"), "run speed-llama3-8b-lora"),
+        **dict.fromkeys(("memory-dense-8b", "memory-lora"), "run speed-llama3-8b-lora"),
+        **dict.fromkeys(("offload", "packing", "async-save", "two-gpus"), _ON_PRETENDED),
     },
 }
 

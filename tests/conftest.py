@@ -22,9 +22,10 @@ from helpers.chats import WORDS, chats, sentence, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, launch, needs_namespaces, read_metrics
 from helpers.data_run import save_model
 from helpers.saving_runs import Undisturbed, saving_inputs
-from helpers.tiny_models import CHATML, VOCABULARY, save_models, small_opt, train_tokenizer
+from helpers.tiny_models import VOCABULARY, save_models, small_opt, train_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from distTest.workloads.small_models import CHATML
 from shardtune.log import logger, node_logger
 
 # For tests that import them from here.

@@ -1,11 +1,10 @@
 """Run each check in a process of its own; write a table, a JSON of all figures, and a card.
 
-python -m distTest.gpu_check [--more] [--limit-s 3000] [--only NAME ...] [--out DIR]
+python -m distTest.gpu_check [--limit-s 510] [--only NAME ...] [--out DIR]
 
-It makes the checks that fit into nine minutes; `--more` makes the rest. This file needs
-the standard library alone, so an old Python can run it. A check is skipped by name if its PyTorch
-is too old. A check that crashes is a failure by name, and the next ones go
-on. Ends with 1 if a check failed.
+This file needs the standard library alone, so an old Python can run it. A check is skipped by name
+if its PyTorch is too old. A check that crashes is a failure by name, and the next ones go on. Ends
+with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 from distTest.gone import refuse_gone
 from distTest.gpu_check.card import make_card, write_card
-from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, SECOND, WHOLE_S, Check
+from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, Check
 from distTest.workloads.machine import commit
 from distTest.workloads.script import REPOSITORY, offline
 
@@ -65,7 +64,7 @@ def main() -> None:
 def selected(options: argparse.Namespace) -> list[Check]:
     """Return the checks to make: the device's before those that are timed."""
     if not options.only:
-        return [DEVICE, *SECOND] if options.more else CHECKS
+        return CHECKS
     checks = [check for check in CHECKS if check.name in options.only]
     is_missing = any(check.is_timed for check in checks) and DEVICE not in checks
     return [DEVICE, *checks] if is_missing else checks
@@ -95,16 +94,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distTest.gpu_check", description=__doc__)
     names = [check.name for check in CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument(
-        "--more", action="store_true", help=f"skip the first checks and begin with {SECOND[0].name}"
-    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        help=f"seconds for all checks (default {LIMIT_S}, with --only or --tiny none; {WHOLE_S} "
-        "makes every check)",
-    )
+    limit = f"seconds for all checks (default {LIMIT_S}, with --only or --tiny none)"
+    parser.add_argument("--limit-s", type=float, help=limit)
     parser.add_argument("--commit", help="the commit that a card names where there is no .git")
     parser.add_argument("--tiny", action="store_true", help="shapes for a GPU that is pretended")
     options = parser.parse_args()
@@ -119,15 +111,11 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     """Run one check in a process; return its verdict, summary, figures and seconds."""
     if left_s < check.seconds:
         why = f"it takes about {check.seconds} s, and {max(0, left_s):.0f} s are left"
-        instead = "--more" if check in SECOND and not options.more else f"--only {check.name}"
-        return skipped(f"{why} - python -m distTest.gpu_check {instead}")
+        return skipped(f"{why} - python -m distTest.gpu_check --only {check.name}")
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "distTest.gpu_check.check_process", check.name, str(result)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     more = {"GPU_CHECK_TINY": "1" if options.tiny else "", "GPU_CHECK_RESULT": str(result)}
-    if not check.takes_all_gpus:
-        more["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
     started, timeout_s = time.monotonic(), min(left_s, 60 + 3 * check.seconds)
     # A session of its own, so that `end_all_of` finds the processes that the check starts.
     with log.open("w", encoding="utf-8") as stream:

@@ -17,57 +17,30 @@ from distTest.workloads.script import REPOSITORY
 
 COMMITTED = REPOSITORY / "docs/gpu_cards"
 _PRETENDED = ", pretended, with small shapes: losses count, and rates, times and MFU say nothing"
-_BESIDE = ("losses", "tokens_per_second", "mfu", "peak_bytes")
-_RUN = "speed-glm-4.5-air"  # the check whose losses, rate and memory the card has
+_OF_RUN = ("model", "parameters", "command", "memory", "eager", "compiled")  # of a check of speed
 
 
 def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
-    """Return what a stranger needs to repeat and compare the run of the shipped settings."""
+    """Return what a stranger needs to repeat and compare the runs whose speed is measured."""
     figures = {row["check"]: row["figures"] for row in rows}
-    device, run = figures.get("device", {}), figures.get(_RUN, {})
+    device = figures.get("device", {})
     card: dict[str, Any] = {
-        "model": run.get("model", "none ran"),
-        "parameters": run.get("parameters"),
         "weights": "random",
         "date": about["date"][:10],
         "device": device.get("device", "unknown") + (_PRETENDED if about["tiny"] else ""),
         "driver": device.get("driver", "unknown"),
         "versions": {"shardtune": about["commit"], "python": about["python"]},
         "made_by": about["command"],
-        "command": run.get("command"),
     }
     with contextlib.suppress(PackageNotFoundError):
         card["versions"] |= versions() | {"cuda": device.get("cuda")}
-    for side, measured in run.get("sides", {}).items():
-        card[side] = {
-            "losses": measured["losses"],
-            "tokens_per_second": _least_median_most(measured["tokens_per_second"], 0),
-            "mfu": measured["mfu"] and _least_median_most(measured["mfu"], 4),
-            "idle_ms_of_a_step": round(measured["kernels"].get("idle_ms", 0.0), 1),
-        }
-    card |= {
-        name: {
-            side: {key: sides[side][key] for key in _BESIDE}
-            for side in ("shardtune", "trainer")
-            if side in sides
-        }
-        for name, sides in figures.items()
-        if "shardtune" in sides
-    }
-    if mfu := figures.get("ceiling", {}).get("mfu"):
-        card["ceiling_mfu"] = round(mfu, 4)
-    if memory := run.get("memory"):
-        names = ("planned_bytes", "measured_bytes", "reserved_bytes")
-        card["memory"] = {name: memory[name] for name in names}
+    for name, run in figures.items():
+        if "eager" in run:
+            card[name] = {key: run[key] for key in _OF_RUN if key in run}
     if ms := figures.get("optimizer", {}).get("ms_per_1e6_parameters"):
         card["update_ms_per_1e6_parameters"] = {way: round(took, 4) for way, took in ms.items()}
     card["checks"] = {row["check"]: row["verdict"] for row in rows}
     return card
-
-
-def _least_median_most(values: Sequence[float], digits: int) -> dict[str, float]:
-    names = ("least", "median", "most")
-    return {name: round(value, digits) for name, value in zip(names, values, strict=True)}
 
 
 def write_card(out: Path, card: dict[str, Any]) -> None:

@@ -27,9 +27,7 @@ def main() -> None:
     work.mkdir()
     os.environ["GPU_CHECK_WORK"] = str(work)
     try:
-        require_gpu()
-        if check.needs_project:
-            require_project()
+        require_environment()
         module, _, function = check.function.partition(".")
         summary, figures = getattr(import_module(f"distTest.gpu_check.{module}"), function)()
         outcome = {"verdict": "ok", "summary": summary, "figures": figures}
@@ -45,23 +43,11 @@ def main() -> None:
     os._exit(0)  # PyTorch waits up to 300 s for its compile workers
 
 
-def require_gpu() -> None:
-    """Raise Skipped if PyTorch sees no GPU."""
-    try:
-        import torch
-
-        from shardtune.distributed.gpus import unseen_gpus
-    except ImportError as error:
-        raise Skipped(f"{sys.executable} lacks a package: {error}") from error
-    if not torch.cuda.is_available():
-        raise Skipped(unseen_gpus() or f"PyTorch {torch.__version__} sees no GPU")
-
-
-def require_project() -> None:
-    """Import the project.
+def require_environment() -> None:
+    """Import the project, and look for a GPU.
 
     Raises:
-        Skipped: the environment is too old for it, or lacks a package.
+        Skipped: the environment is too old for the project, lacks a package, or sees no GPU.
     """
     try:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
@@ -70,8 +56,13 @@ def require_project() -> None:
             needs = (f"needs {n} {OLDEST[n]}, and this is {versions[n]}" for n in old)
             raise Skipped(", ".join(needs))
         import_module("train_fsdp")
+        import torch
+
+        from shardtune.distributed.gpus import unseen_gpus
     except ImportError as error:
-        raise Skipped(f"lacks a package: {error}") from error
+        raise Skipped(f"{sys.executable} lacks a package: {error}") from error
+    if not torch.cuda.is_available():
+        raise Skipped(unseen_gpus() or f"PyTorch {torch.__version__} sees no GPU")
 
 
 def release(version: str) -> tuple[int, ...]:

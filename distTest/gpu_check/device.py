@@ -16,6 +16,7 @@ from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.workloads.machine import output_of
 from shardtune.distributed.gpus import use_gpu
 from shardtune.errors import first_line
+from shardtune.model.flops import published_peak
 
 _CONTEXT_BYTES = 3e9  # more than the driver and this process take of a GPU before its tensors
 _LEAST = 0.7  # the least share of the published rate; a slower GPU is throttled or shared
@@ -37,7 +38,7 @@ def device() -> Outcome:
     target = torch.empty_like(copied)
     copy_s = seconds(lambda: target.copy_(copied), times)
     name, rate = torch.cuda.get_device_name(), 2 * size**3 / product_s
-    published = published_rate(name)
+    published = published_peak(name, torch.bfloat16)
     figures: dict[str, Any] = {
         "device": name,
         "capability": list(torch.cuda.get_device_capability()),
@@ -98,15 +99,6 @@ def _compile(device: torch.device) -> None:
     # Without Triton runs compile nothing, and a pretended GPU has no driver for it.
     if importlib.util.find_spec("triton") and not is_tiny():
         torch.compile(lambda x: 2 * x + 1, dynamic=True)(torch.ones(8, device=device))
-
-
-def published_rate(name: str) -> float | None:
-    """Return the FLOP/s in bfloat16 of the data sheet, or None if it is not known."""
-    try:
-        from shardtune.model.flops import published_peak
-    except Exception:  # an environment that is too old for the project may raise anything
-        return None
-    return published_peak(name, torch.bfloat16)
 
 
 def held_by_others(n_bytes: int) -> str | None:

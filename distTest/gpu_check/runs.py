@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig
 
 from distTest.gpu_check.checks import Failed
-from distTest.workloads import chats
+from distTest.workloads.chats import SOURCE, write_jsonl
 from distTest.workloads.script import REPOSITORY, environment, train_command
+from distTest.workloads.small_models import make_tokenizer, save_untrained, token_settings
 from shardtune.report.read_run import read_run
 
 _TOKENS = 4000  # the tokenizer's vocabulary
@@ -30,18 +27,14 @@ def work_folder() -> Path:
 
 @dataclass
 class Run:
-    """A finished run: its directory, and its lines with the time of each."""
+    """A finished run: its directory and its lines."""
 
     directory: Path
-    lines: list[tuple[float, str]]
+    lines: list[str]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
         return read_run(self.directory).of_kind("step")
-
-    def time_of(self, start: str) -> float:
-        """Return the time of the first line that begins with `start`."""
-        return next(at for at, line in self.lines if line.startswith(start))
 
 
 def train(
@@ -50,7 +43,6 @@ def train(
     on_cpu: bool = False,
     saves: bool = False,
     ways: Sequence[str] = (),
-    ranks: int = 1,
 ) -> Run:
     """Run train_fsdp.py without compilation; resume if a run has this name.
 
@@ -66,9 +58,9 @@ def train(
         settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
         ways = [*ways, "unsaved"]
     more = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    lines = list[tuple[float, str]]()
+    lines = list[str]()
     with subprocess.Popen(
-        train_command(settings, ways=",".join(ways), ranks=ranks),
+        train_command(settings, ways=",".join(ways)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,55 +69,25 @@ def train(
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append((time.monotonic(), line.rstrip()))
+            lines.append(line.rstrip())
             print(f"{name}: {line}", end="", flush=True)
     if process.returncode:
-        errors = [line for _, line in lines if "ERROR" in line] or [line for _, line in lines[-1:]]
+        errors = [line for line in lines if "ERROR" in line] or lines[-1:]
         raise Failed(f"{name} ended with {process.returncode}: {errors[-1]}")
     return Run(folder, lines)
 
 
 def save_model(name: str, model_type: str, settings: dict[str, Any]) -> Path:
-    """Write a model's config.json and a tokenizer; its weights are drawn when a run starts."""
-    folder = work_folder() / name
-    save_tokenizer(folder)
-    settings = {"pad_token_id": 2, "eos_token_id": 1, "bos_token_id": None} | settings
-    AutoConfig.for_model(model_type, **settings).save_pretrained(folder)
-    return folder
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of the words of the demo's chats, with SmolLM2's chat template."""
-    backend = Tokenizer(BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.train(
-        [str(chats.SOURCE)],
-        trainers.BpeTrainer(
-            vocab_size=_TOKENS,
-            special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.chat_template = chats.TEMPLATE
-    tokenizer.save_pretrained(folder)
-
-
-def write_chats(rows: int, length: int) -> Path:
-    """Write chats of about `rows` full rows."""
-    return chats.write_chats(work_folder() / "chats.jsonl", rows * length, length)
+    """Write a model's config.json and a tokenizer of the words of the demo's chats."""
+    tokenizer = make_tokenizer(SOURCE.read_text(encoding="utf-8").splitlines(), _TOKENS)
+    config = AutoConfig.for_model(model_type, **token_settings(tokenizer) | settings)
+    return save_untrained(work_folder() / name, config, tokenizer)
 
 
 def write_rows(rows: int, length: int) -> Path:
     """Write texts of a token or more a word; data.overflow=truncate cuts each to a full row."""
-    words = chats.SOURCE.read_text(encoding="utf-8").split()
-    path = work_folder() / "text.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for row in range(rows):
-            text = " ".join(words[(row * 7919 + n) % len(words)] for n in range(length))
-            file.write(json.dumps({"text": text}) + "\n")
-    return path
+    words = SOURCE.read_text(encoding="utf-8").split()
+    texts = (
+        " ".join(words[(row * 7919 + n) % len(words)] for n in range(length)) for row in range(rows)
+    )
+    return write_jsonl(work_folder() / "text.jsonl", [{"text": text} for text in texts])

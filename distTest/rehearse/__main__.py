@@ -90,13 +90,15 @@ def _rehearse(options: Namespace, folder: Path) -> None:
 
 def _write_inputs(options: Namespace, folder: Path) -> list[str]:
     """Write model and data; return the arguments of the launch scripts after `--config`."""
-    from distTest.rehearse.tiny_model import ROW_TOKENS, make_model, write_chats  # PyTorch: seconds
+    from distTest.rehearse.tiny_model import make_model  # PyTorch: seconds
+    from distTest.workloads.small_models import ROW_TOKENS, write_rows
 
     config = load_config(options.config, options.assignments, {})
     print(f"Model: {make_model(config.model.path, options.ranks, folder / 'model')}")
     rows = Layout.of(config, options.ranks).rows_per_step
-    write_chats(folder / "train.jsonl", rows * STEPS, seed=0)
-    write_chats(folder / "eval.jsonl", options.ranks, seed=1)
+    # Templates of some models refuse a system message.
+    write_rows(folder / "train.jsonl", rows * STEPS, has_system=False)
+    write_rows(folder / "eval.jsonl", options.ranks, seed=1, has_system=False)
     replaced = {
         "run.dir": folder / "run",
         "run.resume": "auto",

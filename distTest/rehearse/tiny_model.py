@@ -1,22 +1,19 @@
-"""A model, a tokenizer and data in the shape of the real ones, small enough for two cores."""
+"""A model of the configured architecture, small enough for two cores."""
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
+from distTest.workloads.small_models import make_tokenizer, save_untrained, token_settings
 from shardtune.errors import first_line
 from shardtune.model.traits import EXPERTS
 
 _SHIPPED = "zai-org/GLM-4.5-Air"  # its architecture needs no hub
 
-ROW_TOKENS = 64
 _LAYERS = 3
 # The largest values of keys that end so; each architecture has some of these keys.
 _SMALL = {
@@ -29,14 +26,6 @@ _SMALL = {
     "num_experts_per_tok": 2,
 }
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
-
-_TEMPLATE = """\
-{% for message in messages %}<|im_start|>{{ message['role'] }}
-{{ message['content'] + '<|im_end|>' }}
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-_WORDS = ("rank", "node", "shard", "mesh", "step", "token", "loss", "norm", "gloo", "port")
 
 
 def make_model(path: str, ranks: int, out: Path) -> str:
@@ -59,8 +48,7 @@ def make_model(path: str, ranks: int, out: Path) -> str:
             raise
         why = f"{path} cannot be had here, {type(error).__name__}: {first_line(error)}"
         return f"{make_model(_SHIPPED, ranks, out)}, because {why}"
-    config.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save_untrained(out, config, tokenizer)
     size = f"{config.num_hidden_layers} layers, {model.num_parameters()} random parameters"
     return f"{config.model_type}, {size}, as {path}"
 
@@ -90,35 +78,4 @@ def _scale_down(
         small[_KV_HEADS] = 4 if heads == values[_HEADS] else min(heads, 2)
     # A multiple of the ranks, so that each rank has an expert.
     small |= {key: ranks * -(-4 // ranks) for key in EXPERTS if values.get(key) is not None}
-    small |= {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "vocab_size": len(tokenizer),
-    }
-    return type(source).from_dict(values | small)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token for each byte."""
-    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(_SPECIAL))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=_SPECIAL[1],
-        pad_token=_SPECIAL[2],
-        chat_template=_TEMPLATE,
-    )
-
-
-def write_chats(path: Path, count: int, seed: int) -> None:
-    """Write `count` chats of one question and one answer; each fills more than half a row."""
-    source = random.Random(seed)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            question, answer = (" ".join(source.choices(_WORDS, k=words)) for words in (2, 4))
-            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": chat}) + "\n")
+    return type(source).from_dict(values | small | token_settings(tokenizer))

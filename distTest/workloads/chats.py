@@ -6,8 +6,10 @@ import json
 import math
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples/chats/train.jsonl"
 TOKENS_PER_WORD = 1.25
@@ -22,7 +24,6 @@ MARKED_TEMPLATE = (
     "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TEMPLATE = re.sub("{% (end)?generation %}", "", MARKED_TEMPLATE)
 TEMPLATE_TOKENS = 30  # about the tokens that the template adds to a chat
 
 
@@ -48,17 +49,22 @@ def write_chats(path: Path, tokens: int, max_length: int, mix: str = "prompts") 
     """Write about `tokens` tokens of chats, none longer than `max_length`."""
     source, source_of_turns, kind = random.Random(0), random.Random(0), MIXES[mix]
     words = sorted(set(re.findall(r"[a-z]{2,12}", SOURCE.read_text(encoding="utf-8"))))
-    with path.open("w", encoding="utf-8") as file:
-        while tokens > 0:
-            length = source.lognormvariate(math.log(kind.median_tokens), kind.sigma)
-            length = min(0.8 * max_length, max(60.0, length))
-            turns, answers = source_of_turns.randint(*kind.turns), source.uniform(*kind.answers)
-            shares = {"user": 1 - answers - TEMPLATE_TOKENS / length, "assistant": answers}
-            messages = []
-            for role, share in list(shares.items()) * turns:
-                count = max(4, round(share * length / turns / TOKENS_PER_WORD))
-                text = " ".join(source.choices(words, k=count))
-                messages.append({"role": role, "content": text})
-            file.write(json.dumps({"messages": messages}) + "\n")
-            tokens -= round(length)
+    records = []
+    while tokens > 0:
+        length = source.lognormvariate(math.log(kind.median_tokens), kind.sigma)
+        length = min(0.8 * max_length, max(60.0, length))
+        turns, answers = source_of_turns.randint(*kind.turns), source.uniform(*kind.answers)
+        shares = {"user": 1 - answers - TEMPLATE_TOKENS / length, "assistant": answers}
+        messages = []
+        for role, share in list(shares.items()) * turns:
+            count = max(4, round(share * length / turns / TOKENS_PER_WORD))
+            text = " ".join(source.choices(words, k=count))
+            messages.append({"role": role, "content": text})
+        records.append({"messages": messages})
+        tokens -= round(length)
+    return write_jsonl(path, records)
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128}
-_QWEN3 |= {"vocab_size": 151936, "tie_word_embeddings": False}
 _GLM = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True}
 _GLM |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
 _GLM |= {"moe_intermediate_size": 1408, "first_k_dense_replace": 1}
@@ -24,9 +22,8 @@ def shape_of(width: int, mlp_width: int, layers: int, heads: int, more: dict[str
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-8b": ("qwen3", shape_of(4096, 12288, 36, 32, _QWEN3)),
-    "llama3-8b": ("llama", shape_of(4096, 14336, 32, 32, _LLAMA)),
-    "glm-4.5-air, real width": ("glm4_moe", shape_of(4096, 10944, 46, 96, _GLM)),
+    "Llama 3 8B": ("llama", shape_of(4096, 14336, 32, 32, _LLAMA)),
+    "GLM-4.5-Air": ("glm4_moe", shape_of(4096, 10944, 46, 96, _GLM)),
 }
 
 

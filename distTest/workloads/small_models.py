@@ -1,19 +1,33 @@
-"""A small GLM with experts and a small Llama, of random weights, and chats that fill their rows."""
+"""Small models, tokenizers that need no network, and chats of one row each."""
 
 from __future__ import annotations
 
-import json
 import random
 import string
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from distTest.rehearse.tiny_model import make_tokenizer
+from distTest.workloads.chats import write_jsonl
 from distTest.workloads.shapes import shape_of
 
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The second one ends a turn, and the third one pads.
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 ROW_TOKENS = 64
 # The two messages that are not trained. A token is a byte.
 _ASKED = {"system": "a", "user": "b c d e "}
@@ -28,29 +42,69 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def make_tokenizer(
+    texts: Iterable[str] = (), vocabulary: int = 0, special: Sequence[str] = SPECIAL
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a token for each byte.
+
+    Merges of `texts` become tokens as long as there are fewer than `vocabulary`.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    names = dict(zip(("eos_token", "pad_token"), special[1:], strict=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
+
+
+def token_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return the settings of a model that follow from its tokenizer."""
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {"bos_token_id": None, **ids, "vocab_size": len(tokenizer)}
+
+
+def save_untrained(
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """Write configuration and tokenizer: a run draws the weights."""
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build(model_type: str, settings: Mapping[str, Any]) -> PreTrainedModel:
+    """Build a model with random weights in float32."""
+    config = AutoConfig.for_model(model_type, **settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
 def write_model(family: str, folder: Path) -> int:
     """Write configuration, weights and tokenizer; return the number of weights."""
     tokenizer = make_tokenizer()
     model_type, shape = FAMILIES[family]
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2 * ROW_TOKENS}
-    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    tokens["pad_token_id"] = tokenizer.pad_token_id
-    config = AutoConfig.for_model(model_type, **shape | sizes | tokens)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    row = {"max_position_embeddings": 2 * ROW_TOKENS}
+    model = build(model_type, shape | row | token_settings(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(model.num_parameters())
 
 
-def write_rows(path: Path, count: int) -> Path:
-    """Write chats of one row each."""
-    source = random.Random(0)
+def write_rows(path: Path, count: int, seed: int = 0, has_system: bool = True) -> Path:
+    """Write chats that fill a row each, or nearly so without a system message."""
+    source = random.Random(seed)
     answer = ROW_TOKENS - _TEMPLATE_TOKENS - sum(map(len, _ASKED.values()))
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            text = "".join(source.choices(string.ascii_lowercase, k=answer))
-            messages = [{"role": role, "content": text} for role, text in _ASKED.items()]
-            messages.append({"role": "assistant", "content": text})
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
+    records = []
+    for _ in range(count):
+        text = "".join(source.choices(string.ascii_lowercase, k=answer))
+        messages = [{"role": role, "content": text} for role, text in _ASKED.items()]
+        messages.append({"role": "assistant", "content": text})
+        records.append({"messages": messages if has_system else messages[1:]})
+    return write_jsonl(path, records)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,21 +67,6 @@ def planned(script: Any, path: str) -> Iterator[None]:
 
 
 @contextmanager
-def noted_rows(script: Any, path: str) -> Iterator[None]:
-    """Write the tokens of each one-document row to a file, in the order of steps."""
-    train_step, rows = script.train_step, list[Any]()
-
-    def noting(context: Any, step: Any, micro_batches: Any, stop: Any) -> Any:
-        for batch in micro_batches:
-            rows.extend(batch.input_ids.flatten().split(batch.lengths))
-        return train_step(context, step, micro_batches, stop)
-
-    script.train_step = noting
-    yield
-    Path(path).write_text(json.dumps([row.tolist() for row in rows]), encoding="utf-8")
-
-
-@contextmanager
 def cpu_seconds(script: Any, _: str) -> Iterator[None]:
     """Print the CPU seconds that the process had used at the end of each step."""
     train_step, ends = script.train_step, list[float]()
@@ -105,7 +89,7 @@ def short_of_memory(script: Any, _: str) -> Iterator[None]:
 
 
 _FUNCTIONS: list[Callable[[Any, str], AbstractContextManager[None]]] = [
-    *(unsaved, drawn_on_device, planned, noted_rows, cpu_seconds, short_of_memory),
+    *(unsaved, drawn_on_device, planned, cpu_seconds, short_of_memory),
 ]
 WAYS = {way.__name__: way for way in _FUNCTIONS}
 

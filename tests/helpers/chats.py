@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
+
+from distTest.workloads.chats import write_jsonl
+
+__all__ = ["WORDS", "chats", "sentence", "write_jsonl"]  # tests import them from here
 
 NAMES = "rank node shard mesh step token loss norm gloo store port epoch batch layer expert router"
 WORDS = NAMES.split()
@@ -29,8 +31,3 @@ def chats(count: int, seed: int = 0, longest_answer: int = 30) -> list[dict[str,
         }
         for _ in range(count)
     ]
-
-
-def write_jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path

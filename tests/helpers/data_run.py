@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 
+from distTest.workloads.small_models import SPECIAL, make_tokenizer
 from shardtune.config import DataConfig
 from shardtune.data.dataset import (
     PreparedData,
@@ -41,17 +41,9 @@ def save_model(
     folder: Path, template: str | None = TEMPLATE, eos: str = "<|im_end|>", more: Sequence[str] = ()
 ) -> Path:
     """A tokenizer and a configuration as a model's directory holds them, without weights."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        vocab_size=300,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["hello world how are you user assistant system"] * 9, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
+    words = ["hello world how are you user assistant system"] * 9
+    fast = make_tokenizer(words, 300, SPECIAL[:2])
+    fast.add_special_tokens({"eos_token": eos})  # new ones, too
     fast.add_tokens([*more], special_tokens=True)
     fast.chat_template = template
     fast.save_pretrained(folder)

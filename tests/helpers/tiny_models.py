@@ -10,27 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
+from distTest.workloads.small_models import build, make_tokenizer
 from helpers.chats import sentence
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 # No number of ranks above one divides it, so a tied weight that lost its twin shows.
 VOCABULARY = 331
 _SMALL = {
@@ -45,61 +29,42 @@ _SMALL = {
 }
 
 
+_GLM = {
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 2, "head_dim": 8, "tie_word_embeddings": False}),
+    "glm": ("glm4_moe", _GLM),
+}
+
+
 def train_tokenizer() -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with a ChatML template on the words of `chats`."""
-    backend = Tokenizer(BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     source = random.Random(0)
-    backend.train_from_iterator(
-        [sentence(source, 30) for _ in range(200)],
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    wrapped.chat_template = CHATML
-    return wrapped
+    return make_tokenizer([sentence(source, 30) for _ in range(200)], VOCABULARY)
 
 
 def save_models(root: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Path]:
     """Save `llama` (tied), `qwen3` (untied) and `glm` (mixture of experts), each in its folder."""
     torch.manual_seed(0)
-    built = {
-        "llama": LlamaForCausalLM(
-            LlamaConfig(**_SMALL, num_hidden_layers=2, tie_word_embeddings=True)
-        ),
-        "qwen3": Qwen3ForCausalLM(
-            Qwen3Config(**_SMALL, num_hidden_layers=2, head_dim=8, tie_word_embeddings=False)
-        ),
-        "glm": Glm4MoeForCausalLM(
-            Glm4MoeConfig(
-                **_SMALL,
-                num_hidden_layers=3,
-                head_dim=8,
-                moe_intermediate_size=16,
-                n_routed_experts=6,
-                n_group=1,
-                topk_group=1,
-                n_shared_experts=1,
-                num_experts_per_tok=2,
-                first_k_dense_replace=1,
-                tie_word_embeddings=False,
-            )
-        ),
-    }
-    for name, buffer in built["glm"].named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn_like(buffer) * 0.1)
-    for name, model in built.items():
+    for name, (model_type, settings) in _FAMILIES.items():
+        model = build(model_type, _SMALL | settings)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-    return {name: root / name for name in built}
+    return {name: root / name for name in _FAMILIES}
 
 
 def small_opt(**settings: Any) -> OPTForCausalLM:
