@@ -1,7 +1,9 @@
 """Search the fastest mesh that fits, or settings that make one fit.
 
 Arithmetic on shapes compares all meshes of the same effective batch. At most four steps are
-simulated: of the three fastest meshes, and if none of them fits, of the leanest one.
+simulated: of the three fastest meshes, and if none of them fits, of the leanest one. Where a mesh
+fits, settings that round no more and train no less are tried in as many further steps if they make
+it much faster.
 """
 
 from __future__ import annotations
@@ -87,21 +89,22 @@ class Search:
         """Return plans that fit, the fastest first.
 
         For a run that fits, return a faster mesh, if any. For one that does not, return up to
-        three plans with the fewest other settings; one setting more may make a step much faster.
+        three plans with the fewest other settings, and a much faster one with one setting more.
         """
         plan = self.plan
         # Assume the same error factor for all meshes.
         factor = plan.needed_bytes / self.configured.peak_bytes if plan.is_simulated else 1.0
-        groups = settings(
-            [*same_training(plan.layout, plan.shapes, plan.machine)], less_training(plan.layout)
-        )
+        less = less_training(plan.layout)
+        groups = settings([*same_training(plan.layout, plan.shapes, plan.machine)], less)
         if plan.fits:
             slowest_s = _FASTER * plan.floor_s
             return self._try(islice(groups, 1), factor, slowest_s=slowest_s)
         if found := self._try(groups, factor):
             slowest_s = found[0].floor_s / _SLOW
-            found = self._try(islice(groups, 1), factor, slowest_s=slowest_s) + found
-        return found[:_MOST_WANTED]
+            inexact = _ROUNDING.union(*(values for values, _ in less))
+            exact = [setting for setting in next(groups, []) if not inexact & setting[0].keys()]
+            found = self._try([exact], factor, slowest_s=slowest_s, wanted=1) + found
+        return found
 
     def fastest(self) -> Plan | None:
         """Return the fastest run that fits and trains the same, with the fewest other settings.

@@ -212,10 +212,9 @@ def _from_more_nodes(question: _Question) -> Iterator[str]:
 
 def _assumptions(plans: Sequence[Plan], options: argparse.Namespace) -> Iterator[str]:
     config = plans[0].config
-    checkpointing = config.model.activation_checkpointing
     yield (
         f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
-        f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"
+        f"{_ACCUMULATION} is not given"
     )
     yield "A plan of a row's settings has its memory by phase, and how tokens/s about are made"
     yield from dict.fromkeys(f"tokens/s about: {spread(plan)}" for plan in plans)

@@ -226,7 +226,7 @@ def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Itera
         rows = [
             [
                 " ".join(as_arguments(change.values)),
-                gb(change.peak_bytes),
+                gb(change.peak_bytes) + ", tight" * change.is_tight,
                 f"{change.floor_s:.3g}",
                 change.price,
             ]
@@ -236,9 +236,10 @@ def describe_changes(plan: Plan, changes: Sequence[Plan], command: str) -> Itera
     if changes or plan.fits:
         best = [*changes, plan][0]
         bubble = f", {best.layout.bubble:.0%} of them a bubble," if best.layout.bubble else ""
+        tight = f" (tight: {TIGHT})" * best.is_tight
         yield (
             f"The fastest mesh that fits takes at least {best.floor_s:.3g} s a step{bubble} and "
-            f"{gb(best.peak_bytes)} GB: {command}"
+            f"{gb(best.peak_bytes)} GB{tight}: {command}"
         )
 
 
