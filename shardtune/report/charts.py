@@ -15,7 +15,8 @@ from shardtune.report.read_run import FloatArray, RunRecord
 _SMOOTHED_FROM = 100  # steps
 _MOST_MARKERS = 40
 _MOST_SCORES = 20
-_LONGEST_NAME = 40
+_SMOOTHED = ("loss", "gradient-norm", "speed", "mfu")  # long curves are faint, beside their means
+_LOGARITHMIC = ("perplexity", "gradient-norm")
 PHASE_NAMES = {"waiting": "waiting in collectives"}  # other phases have the names of `Phase`
 _Curves = dict[str, tuple[FloatArray, FloatArray]]  # steps and values by label
 _CurvesOf = Callable[[RunRecord], _Curves]
@@ -69,24 +70,24 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     idle = "Experts that no token chose in the step, over all layers."
     full = "Tokens of the fullest rank as a multiple of the mean, in the least even layer."
     charts = [
-        chart("Loss", "nats per token", loss, _field("loss"), is_smoothed=True),
-        chart("Evaluation perplexity", "perplexity", perplexity, _perplexity, is_log=True),
-        chart("Gradient norm", "norm", norm, _field("grad_norm"), is_smoothed=True, is_log=True),
-        chart("Learning rate", "", "", _field("lr")),
-        chart("Tokens per second", "tok/s", speed, _field("tokens_per_second"), is_smoothed=True),
-        chart("Model FLOPs utilisation", "%", mfu, _field("mfu", scale=100), is_smoothed=True),
+        chart("loss", "Loss", "nats per token", loss, _field("loss")),
+        chart("perplexity", "Evaluation perplexity", "perplexity", perplexity, _perplexity),
+        chart("gradient-norm", "Gradient norm", "norm", norm, _field("grad_norm")),
+        chart("learning-rate", "Learning rate", "", "", _field("lr")),
+        chart("speed", "Tokens per second", "tok/s", speed, _field("tokens_per_second")),
+        chart("mfu", "Model FLOPs utilisation", "%", mfu, _field("mfu", scale=100)),
         replace(
-            chart("Memory per rank", "GB", memory, _field("memory_bytes", scale=1e-9)),
+            chart("memory", "Memory per rank", "GB", memory, _field("memory_bytes", scale=1e-9)),
             levels=_planned(runs),
         ),
-        chart("Waiting for data", "% of a step", waiting, _waiting),
-        chart("How a step divides", "% of a step", phases, _phases),
-        chart("Slowest rank", "x the median", slowest, _field("ratio", "ranks")),
-        chart("Checkpoints", "seconds", "How long each save took.", _saves),
+        chart("waiting", "Waiting for data", "% of a step", waiting, _waiting),
+        chart("phases", "How a step divides", "% of a step", phases, _phases),
+        chart("ranks", "Slowest rank", "x the median", slowest, _field("ratio", "ranks")),
+        chart("saves", "Checkpoints", "seconds", "How long each save took.", _saves),
         *_scores(runs),
-        chart("Router entropy", "entropy", entropy, _over_layers("entropy", min)),
-        chart("Idle experts", "experts", idle, _over_layers("without_tokens", sum)),
-        chart("Fullest rank", "x the mean", full, _over_layers("rank_imbalance", max)),
+        chart("router", "Router entropy", "entropy", entropy, _over_layers("entropy", min)),
+        chart("idle", "Idle experts", "experts", idle, _over_layers("without_tokens", sum)),
+        chart("balance", "Fullest rank", "x the mean", full, _over_layers("rank_imbalance", max)),
     ]
     last_step = max(run.last_step for run in runs)
     return [replace(chart, last_step=last_step) for chart in charts if chart.curves]
@@ -94,32 +95,26 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _chart(
     runs: Sequence[RunRecord],
+    name: str,
     title: str,
     unit: str,
     note: str,
     curves_of: _CurvesOf,
-    *,
-    is_log: bool = False,
-    is_smoothed: bool = False,
 ) -> Chart:
-    """Chart the curves of each run: those of one run in colours, of several runs in dashes.
-
-    `is_smoothed`: a long curve is faint, beside its running mean.
-    """
+    """Chart the curves of each run: those of one run in colours, of several runs in dashes."""
     curves = []
     for number, run in enumerate(runs):
         for i, (what, (x, y)) in enumerate(curves_of(run).items()):
             if not np.isfinite(y).any():
                 continue
             colour, dash = (number, i) if len(runs) > 1 else (i, i)
-            if width := mean_width(len(y)) if is_smoothed else 0:
+            if width := mean_width(len(y)) if name in _SMOOTHED else 0:
                 each = "" if len(runs) > 1 else "each step"
                 curves.append(Curve(each, x, y, colour, is_faint=True))
                 what, y = f"mean of {width} steps", smooth(y, width)
             label, has_markers = _label(run, runs, what), len(y) <= _MOST_MARKERS
             curves.append(Curve(label, x, y, colour, dash, has_markers=has_markers))
-    name = re.sub(r"[^a-z0-9]+", "-", title.lower())[:_LONGEST_NAME]
-    return Chart(name, title, unit, note, curves, is_log)
+    return Chart(name, title, unit, note, curves, name in _LOGARITHMIC)
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str) -> str:
@@ -235,8 +230,9 @@ def _scores(runs: Sequence[RunRecord]) -> list[Chart]:
         values = [entry["scores"].get(name) for entry in run.of_kind("score")]
         return {"": (run.column("score", "step"), np.array(values, float))}
 
-    charts = [
-        _chart(runs, f"Score: {name}", name, note, partial(curves_of, name=name))
-        for name in names[:_MOST_SCORES]
-    ]
-    return [replace(chart, name=f"{chart.name}-{i}") for i, chart in enumerate(charts)]
+    charts = []
+    for i, name in enumerate(names[:_MOST_SCORES]):
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40]
+        shown = f"score-{slug}-{i}", f"Score: {name}", name, note
+        charts.append(_chart(runs, *shown, partial(curves_of, name=name)))
+    return charts

@@ -109,7 +109,7 @@ def _figure(chart: Chart) -> Figure:
     legend = 0.2 * rows_below  # inches
     figure = Figure(figsize=(4.6, 2.6 + legend))
     bottom, height = 0.5 + legend, 1.85
-    axes = figure.add_axes((0.13, bottom / (2.6 + legend), 0.84, height / (2.6 + legend)))
+    axes = figure.add_axes((0.17, bottom / (2.6 + legend), 0.8, height / (2.6 + legend)))
     _draw(axes, chart)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(**_BELOW | {"ncols": columns} if rows_below else {"loc": "best"})

@@ -236,13 +236,13 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 70e9}\n')
     charts = {chart.name: chart for chart in make_charts([read_run(folder)])}
-    shown = {"model-flops-utilisation": 30.0, "waiting-for-data": 0.5, "memory-per-rank": 61.2}
+    shown = {"mfu": 30.0, "waiting": 0.5, "memory": 61.2}
     for name, value in shown.items():
         assert charts[name].curves[0].y[1:] == pytest.approx(value), name
-    phases = {curve.label: curve.y for curve in charts["how-a-step-divides"].curves}
+    phases = {curve.label: curve.y for curve in charts["phases"].curves}
     assert phases["waiting in collectives"] == pytest.approx(100 * 0.89 / 2)
     assert sum(phases.values()) == pytest.approx(100)
-    assert charts["memory-per-rank"].levels == {"the plan": 70.0}
+    assert charts["memory"].levels == {"the plan": 70.0}
     assert network_share(read_run(folder)) == pytest.approx(0.89 / 2)
 
 
