@@ -347,7 +347,8 @@ def _columns_for(present: Mapping[str, Any]) -> str:
 
 def _in_yaml(name: str) -> str:
     """Return a name as YAML reads it within braces."""
-    is_plain = re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name)
+    is_word = name.lower() in ("null", "true", "false")
+    is_plain = re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name) and not is_word
     return name if is_plain else "'{}'".format(name.replace("'", "''"))
 
 

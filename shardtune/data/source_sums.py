@@ -109,7 +109,8 @@ def _nothing_to_train(
     """Return the problem of a source without a token to train; `spec` is the value of `key`."""
     causes = "; ".join(outcomes.lines(warning="").values())
     is_too_long = any(outcome in TOO_LONG for outcome, *_ in outcomes)
-    longer = f" or write data.max_length={longest}, which holds all" if is_too_long else ""
+    holds_all = f" or write data.max_length={longest}, which holds all, or data.overflow=split"
+    longer = holds_all if is_too_long else ""
     return (
         f"{key}: no token to train in {counted(n_records, 'record')}"
         f"{causes and f' ({causes})'} - "

@@ -454,6 +454,8 @@ def test_every_source_and_evaluation_set_must_train_something(model, tmp_path):
     found = [re.search(r"data\.max_length=(\d+), which holds all", problems[i]) for i in (1, 3)]
     (holds_all,) = {int(match[1]) for match in found if match}
     assert len(Run(model, sources[2:], max_length=holds_all).prepared.train) == 2
+    assert "or data.overflow=split" in problems[1]
+    assert len(Run(model, sources[2:], max_length=90, overflow="split").prepared.train) == 2
     (problem,) = problems_of(model, sources[:1], eval_fraction=0.999999)
     assert problem.startswith("data.train.a: no token to train in 0 records - ")
     assert problem.endswith(" or lower data.eval_fraction")
