@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 _NAMES = {
-    "run.dir": "output_dir",
+    "run.dir": "output_dir logging_dir",
     "run.seed": "data_seed",
     "run.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
-    "model.path": "model_name_or_path base_model",
-    "model.compute_dtype": "bf16 fp16 torch_dtype",
+    "model.path": "model_name model_name_or_path base_model",
+    "model.compute_dtype": "bf16 fp16 dtype torch_dtype",
     "model.activation_checkpointing": "gradient_checkpointing",
     "model.attention": "attn_implementation flash_attn flash_attention",
     "model.compile": "torch_compile",
@@ -15,7 +15,7 @@ _NAMES = {
     "data.eval": "val test_datasets eval_dataset validation_file",
     "data.eval_fraction": "val_size val_set_size",
     "data.chat_template": "template",
-    "data.max_length": "sequence_len max_seq_length cutoff_len",
+    "data.max_length": "sequence_len max_seq_len max_seq_length cutoff_len",
     "data.loss_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
     "data.packing": "sample_packing",
     "parallel.context": "context_parallel_size sequence_parallel_degree",
@@ -32,7 +32,7 @@ _NAMES = {
     "lora.rslora": "use_rslora peft_use_rslora",
     "lora.targets": "target_modules lora_target_modules lora_target lora_target_linear",
     "scheduler.name": "lr_scheduler lr_scheduler_type",
-    "scheduler.warmup_ratio": "warmup_steps",
+    "scheduler.warmup_ratio": "warmup_steps num_warmup_steps",
     "scheduler.min_lr_ratio": "cosine_min_lr_ratio min_lr",
     "eval.every_steps": "eval_steps eval_strategy evaluation_strategy",
     "eval.keep_best": "load_best_model_at_end",
