@@ -18,7 +18,8 @@ from shardtune.config_io import to_dict
 from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
-_SERVER_TIMEOUT_S = 10  # for a server at the start, and for what is not sent when the run ends
+_OPEN_TIMEOUT_S = 60  # for the server of a tracker, while the run waits
+_CLOSE_TIMEOUT_S = 10  # for what is not sent when the run ends
 _NOT_SHOWN = {"step", "time"}
 
 Entry = Mapping[str, Any]
@@ -73,7 +74,7 @@ class Sink:
         except Exception as error:  # a tracker may raise anything
             logger.warning(
                 f"{self._name} failed ({type(error).__name__}: {first_line(error)}), and gets no "
-                "more: the run goes on, and metrics.jsonl has everything"
+                "more: metrics.jsonl has everything"
             )
             self._tracker = None
 
@@ -135,8 +136,8 @@ def _wandb(config: Config, run_dir: Path, resumed_step: int | None) -> Tracker:
             silent=True,
             console="off",
             login_timeout=1,  # a run has nobody at the terminal to type a key
-            init_timeout=_SERVER_TIMEOUT_S,
-            finish_timeout=_SERVER_TIMEOUT_S,
+            init_timeout=_OPEN_TIMEOUT_S,
+            finish_timeout=_CLOSE_TIMEOUT_S,
             finish_timeout_raises=True,
         ),
     )
