@@ -84,7 +84,7 @@ def test_a_refusal_of_the_agent_is_the_last_line(folder):
 def test_a_refusal_and_a_failure_of_ranks_end_with_their_codes_and_lines(folder):
     (folder / "broken.jsonl").write_text("{}\n", encoding="utf-8")
     code, output, errors = end(start("data.train=broken.jsonl", "--processes", "1", cwd=folder))
-    assert code == 2 and "  World Size: 1" in output.splitlines()
+    assert code == 2 and "Preflight: 1 x CPU process, " in output
     assert errors.splitlines()[-1].startswith("ERROR: data.train: 1 of 1 records broken - ")
 
     fault = break_rank(folder, 0, FORWARD, "os.kill(os.getpid(), signal.SIGKILL)", nth=1)
