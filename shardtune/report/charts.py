@@ -58,13 +58,9 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     speed = "All real tokens, over all ranks; evaluations and saves left out."
     mfu = "The model's arithmetic as a share of the devices' peak."
     memory = "The most that any rank has held so far."
-    waiting = "Of each step's time, on the rank that waited longest for its batches."
     phases = (
         "Of the slowest rank, which waits for no other but for the communication. Above a third, "
         "the run is bound by it: by the network, between nodes."
-    )
-    slowest = (
-        "Its own time, without waiting, as a multiple of the median rank's, over ten steps each."
     )
     entropy = "Of the router's choices in the least even layer; 1 is even."
     idle = "Experts that no token chose in the step, over all layers."
@@ -80,10 +76,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
             chart("memory", "Memory per rank", "GB", memory, _field("memory_bytes", scale=1e-9)),
             levels=_planned(runs),
         ),
-        chart("waiting", "Waiting for data", "% of a step", waiting, _waiting),
         chart("phases", "How a step divides", "% of a step", phases, _phases),
-        chart("ranks", "Slowest rank", "x the median", slowest, _field("ratio", "ranks")),
-        chart("saves", "Checkpoints", "seconds", "How long each save took.", _saves),
         *_scores(runs),
         chart("router", "Router entropy", "entropy", entropy, _over_layers("entropy", min)),
         chart("idle", "Idle experts", "experts", idle, _over_layers("without_tokens", sum)),
@@ -179,11 +172,6 @@ def _planned(runs: Sequence[RunRecord]) -> dict[str, float]:
     }
 
 
-def _waiting(run: RunRecord) -> _Curves:
-    share = 100 * run.column("step", "data_seconds") / run.column("step", "seconds")
-    return {"": (run.column("step", "step"), share)}
-
-
 def _phases(run: RunRecord) -> _Curves:
     steps, rows = run.column("ranks", "step"), [e.get("seconds", {}) for e in run.of_kind("ranks")]
     totals = np.array([sum(row.values()) or np.nan for row in rows])
@@ -193,16 +181,6 @@ def _phases(run: RunRecord) -> _Curves:
             100 * np.array([row.get(name, 0) for row in rows]) / totals,
         )
         for name in dict.fromkeys(name for row in rows for name in row)
-    }
-
-
-def _saves(run: RunRecord) -> _Curves:
-    steps, seconds = run.column("save", "step"), run.column("save", "seconds")
-    has_failed = np.array([bool(entry.get("problem")) for entry in run.of_kind("save")], bool)
-    return {
-        "until it was committed": (steps, np.where(has_failed, np.nan, seconds)),
-        "training waited": (steps, run.column("save", "stall_seconds")),
-        "until it failed": (steps, np.where(has_failed, seconds, np.nan)),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -93,16 +92,9 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         png = quote(f"{folder.name}/{file.name}")
         charts.append({"chart": chart, "svg": svg(chart), "png": png})
     notes = list(_notes(runs))
-    tables = {
-        "starts": [row for run in runs for row in _starts(run, len(runs) > 1)],
-        "evaluations": [row for run in runs for row in _evaluations(run, len(runs) > 1)],
-        "samples": [row for run in runs for row in _samples(run, len(runs) > 1)],
-        "slow_ranks": [row for run in runs for row in _slow_ranks(run, len(runs) > 1)],
-        "data_lines": [line for run in runs for line in _data_lines(run, len(runs) > 1)],
-        "divisions": [row for run in runs for row in _divisions(run, len(runs) > 1)],
-        "profiles": [link for run in runs for link in _profiles(run, out.parent)],
-        "settings": _settings(runs),
-    }
+    tables = {"settings": _settings(runs)}
+    if len(runs) == 1:
+        tables |= _tables(runs[0])
     environment = jinja2.Environment(autoescape=True, trim_blocks=False)
     template = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
     html = environment.from_string(template).render(
@@ -115,7 +107,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         cards="\n\n".join(map(card, runs)),
         overview=_overview(runs) if len(runs) > 1 else [],
         charts=charts,
-        sections=[heading for name, heading in _HEADINGS.items() if tables[name]],
+        sections=[heading for name, heading in _HEADINGS.items() if tables.get(name)],
         **tables,
     )
     temporary = out.with_name(f".{out.name}.tmp")
@@ -151,22 +143,29 @@ def _differ(values: Sequence[str]) -> bool:
     return len(set(values)) > 1
 
 
-def _prefix(run: RunRecord, is_one_of_many: bool) -> str:
-    return f"{run.name}: " if is_one_of_many else ""
+def _tables(run: RunRecord) -> dict[str, Any]:
+    """Return what a page of one run shows beside the curves."""
+    return {
+        "starts": [*_starts(run)],
+        "evaluations": [*_evaluations(run)],
+        "samples": _samples(run),
+        "slow_ranks": [*_slow_ranks(run)],
+        "divisions": [*_divisions(run)],
+        "data_lines": run.start.get("data") or [],
+    }
 
 
-def _starts(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _starts(run: RunRecord) -> Iterator[dict[str, Any]]:
     for entry in run.of_kind("start"):
         changes = "; ".join(
             f"{change['key']}: {change['old']} to {change['new']}"
             for change in entry.get("changes") or []
         )
         ranks = str(entry.get("world_size", NOT_WRITTEN))
-        begun = _prefix(run, is_one_of_many) + when(entry.get("time", ""))
-        yield _row(begun, [str(entry["step"]), ranks, changes or "(nothing)"])
+        yield _row(when(entry.get("time", "")), [str(entry["step"]), ranks, changes or "(nothing)"])
 
 
-def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _evaluations(run: RunRecord) -> Iterator[dict[str, Any]]:
     by_set: dict[str, list[Entry]] = {}
     for entry in run.of_kind("eval"):
         if isinstance(entry.get("perplexity"), int | float):
@@ -177,25 +176,28 @@ def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any
             f"{entry['perplexity']:.4f} (step {entry['step']})"
             for entry in (entries[0], lowest, entries[-1])
         ]
-        label = _prefix(run, is_one_of_many) + name
         tokens = entries[-1].get("tokens")
-        yield _row(label, [*shown, NOT_WRITTEN if tokens is None else f"{tokens:,}"])
+        yield _row(name, [*shown, NOT_WRITTEN if tokens is None else f"{tokens:,}"])
 
 
-def _samples(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
-    """Yield the answers of the last evaluation, each beside its reference."""
+def _samples(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the answers of the last evaluation, each beside its reference."""
     samples = run.of_kind("sample")
-    last = max((entry["step"] for entry in samples), default=None)
-    for entry in samples:
-        if entry["step"] == last:
-            name = f"{_prefix(run, is_one_of_many)}step {last}"
-            prompt, answer, reference = (
-                str(entry.get(key)) for key in ("prompt", "answer", "reference")
-            )
-            yield _row(name, [prompt, answer + " (cut off)" * ("is_cut" in entry), reference])
+    return [
+        _row(
+            f"step {entry['step']}",
+            [
+                str(entry.get("prompt")),
+                str(entry.get("answer")) + " (cut off)" * ("is_cut" in entry),
+                str(entry.get("reference")),
+            ],
+        )
+        for entry in samples
+        if entry["step"] == samples[-1]["step"]
+    ]
 
 
-def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _slow_ranks(run: RunRecord) -> Iterator[dict[str, Any]]:
     by_rank: dict[str, list[Entry]] = {}
     for entry in run.of_kind("ranks"):
         name = f"{entry.get('slowest_rank')} on {entry.get('host')}"
@@ -203,29 +205,18 @@ def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]
     for name, entries in sorted(by_rank.items(), key=lambda item: -len(item[1]))[:16]:
         phase, _ = Counter(entry.get("phase") for entry in entries).most_common(1)[0]
         most = max(entry.get("ratio") or 0 for entry in entries)
-        values = [str(len(entries)), f"{most:.2f} x the median", str(phase)]
-        yield _row(_prefix(run, is_one_of_many) + name, values)
+        yield _row(name, [str(len(entries)), f"{most:.2f} x the median", str(phase)])
 
 
-def _divisions(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _divisions(run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield how the profiled steps of rank 0 divide."""
     for entry in run.of_kind("profile"):
         seconds_by_phase = entry.get("seconds", {})
         total = sum(seconds_by_phase.values()) or math.nan
         for phase, seconds in seconds_by_phase.items():
             steps = f"steps {entry.get('first_step')} to {entry['step']}"
-            name = f"{_prefix(run, is_one_of_many)}{steps}: {PHASE_NAMES.get(phase, phase)}"
+            name = f"{steps}: {PHASE_NAMES.get(phase, phase)}"
             yield _row(name, [f"{seconds:.4g}", f"{seconds / total:.1%}"])
-
-
-def _profiles(run: RunRecord, folder: Path) -> list[str]:
-    """Return the files of the run's profile, as links from a page in `folder`."""
-    files_ = sorted((run.path / "profile").glob("*")) if run.of_kind("profile") else []
-    return [quote(os.path.relpath(file.resolve(), folder.resolve())) for file in files_]
-
-
-def _data_lines(run: RunRecord, is_one_of_many: bool) -> list[str]:
-    return [_prefix(run, is_one_of_many) + line for line in run.start.get("data") or []]
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
