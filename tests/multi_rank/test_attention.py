@@ -20,7 +20,8 @@ from helpers.tiny_models import small_opt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.models import LENGTHS, one_by_one, some_documents
+from benchmarks.models import one_by_one
+from benchmarks.tiny import VOCABULARY
 from distTest.workloads.batch import batch_of
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
@@ -33,6 +34,7 @@ from shardtune.model.documents.attention_choice import choose_attention
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
 from shardtune.model.sharding import shard
 
+LENGTHS = (5, 1, 23, 12, 40)  # tokens of documents; the windows of tiny models have 8
 # Of each architecture: its settings, the reason why it does not attend by documents, and whether
 # its head gives the loss itself.
 FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
@@ -60,6 +62,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
 }
 CHECKPOINTED = ("llama", "glm4_moe", "granite", "gemma2")
+
+
+def some_documents() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    source = torch.Generator().manual_seed(1)
+    row = [torch.randint(3, VOCABULARY - 20, (n,), generator=source) for n in LENGTHS]
+    return row, [torch.rand(n, generator=source) < 0.4 for n in LENGTHS]
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
