@@ -200,18 +200,11 @@ class _Planner:
             return None, f"no step of {kind} can be simulated: {first_line(error)}"
 
     def _policy(
-        self,
-        kept: KeptBytes,
-        states: StateBytes,
-        layout: Layout,
-        planned: ReshardPolicy | None = None,
+        self, kept: KeptBytes, states: StateBytes, layout: Layout, most_groups: int | None = None
     ) -> ReshardPolicy:
-        """Decide as `choose_reshard_policy` does."""
-        allowance_bytes = self._machine.allowance_bytes(layout)
-        free = self._machine.memory_bytes - allowance_bytes - states.total
+        free = self._machine.memory_bytes - self._machine.allowance_bytes(layout) - states.total
         fixed = fixed_policy(layout)
-        policy, *_ = decide(kept, free, layout.micro_batches, fixed, planned)
-        return policy
+        return decide(kept, free, layout.micro_batches, fixed, most_groups)[0]
 
     def _keep(
         self,
@@ -230,8 +223,7 @@ class _Planner:
         # A group that one rank holds whole is only copied, which costs less than its memory.
         shared = sum(any(len(ranks) > 1 for ranks in gathered) for gathered in groups)
         fitting = groups_in(kept, room_beside(peak_bytes, self._machine.memory_bytes))
-        most = ReshardPolicy(min(fitting, shared), keep_gradients=True)
-        policy = self._policy(kept, states, world.layout, most)
+        policy = self._policy(kept, states, world.layout, min(fitting, shared))
         sizes = kept.parameters[: policy.kept_groups]
         micro_batches = world.layout.micro_batches
         for number, gathered in enumerate(groups[: policy.kept_groups]):

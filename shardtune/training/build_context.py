@@ -120,19 +120,16 @@ def load_model(
     run: Run, model_config: PretrainedConfig, data: PreparedData, prediction: Prediction
 ) -> LoadedModel:
     """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
-    # Weights and optimizer come first, since the memory that they leave free decides which groups
-    # stay gathered. All trials of the model run on the source's weights, before the checkpoint is
-    # loaded, so that a resume decides as the start did.
+    # All trials of the model run on the source's weights, before the checkpoint is loaded: a resume
+    # decides as the start did.
     config, world = run.config, run.world
     world.progress.enter(Phase.LOADING)
     states = build_states(config, model_config, world)
     model = states.model
     whole = build.whole_on_meta(config, model_config, world)
-    n_bytes = state_bytes(model, states.optimizer, world.layout)
-    log_model(whole, config, n_bytes, world)
-    saved = saved_reshard_policy(run)
+    log_model(whole, config, state_bytes(model, states.optimizer, world.layout), world)
     planned = reshard.ReshardPolicy(*prediction["policies"][world.stage])
-    policy = reshard.choose_reshard_policy(model, n_bytes, saved, world, planned)
+    policy = reshard.choose_reshard_policy(model, saved_reshard_policy(run), planned, world)
     set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
     is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)

@@ -137,7 +137,6 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     from shardtune.training.states.host_states import HostStates
     from shardtune.training.states.replica_shards import OwnedParameters
     from shardtune.training.states.reshard import ReshardPolicy, choose_reshard_policy
-    from shardtune.training.states.state_bytes import state_bytes
 
     given = [f"model.path={options.model}", "model.init=random", *options.assignments]
     config = load_config(options.config, given, {})
@@ -148,9 +147,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     owned = OwnedParameters(model, world)
     host = HostStates(owned) if world.layout.offloads else None
     optimizer = build_optimizer(owned, config, host)
-    state = state_bytes(model, optimizer, world.layout)
-    planned = ReshardPolicy(*options.planned)
-    reshard = choose_reshard_policy(model, state, None, world, planned)
+    reshard = choose_reshard_policy(model, None, ReshardPolicy(*options.planned), world)
     _prepare_forward(model, options.tiles, world)
     batch = _full_batch(world)
     enter("evaluate")

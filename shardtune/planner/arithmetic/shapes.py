@@ -305,7 +305,7 @@ def rough_memory(shapes: Shapes, stage: int, layout: Layout, free: float) -> tup
     micro_batches = layout.micro_batches
     sums = gradient_bytes * trained / shards * (1 - 1 / layout.replicate)
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
-    policy, _, room = decide(kept_bytes, free - states, micro_batches)
+    policy, room = decide(kept_bytes, free - states, micro_batches)
     # A layer, the one before, and a copy.
     freed = compute_bytes * (copied(sizes.around) + 3 * copied(largest))
     if not policy.keep_gradients or micro_batches == 1:

@@ -4,10 +4,11 @@
     parameters        gathered twice in every micro-batch       gathered once a step
     gradients         reduced in every micro-batch              reduced once a step
 
-Kept tensors need memory, so the free memory decides. Parameters are kept by group, as many groups
-as have room; gradients all or none. If gradients are reduced in every micro-batch and a replica has
-room for their sums, replicas exchange the sums once a step, else gradients in every micro-batch.
-Each choice sums the same gradients, in another order.
+Kept tensors need memory, so the plan of the first start decides, and the run obeys. Parameters are
+kept by group, as many groups as have room; gradients all or none. If gradients are reduced in every
+micro-batch and a replica has room for their sums, replicas exchange the sums once a step, else
+gradients in every micro-batch. Each choice sums the same gradients, in another order: checkpoints
+keep it, and a resume on the same mesh repeats it.
 
 On a rank with the whole model, one shard, FSDP2 gathers nothing, but still casts weights to the
 compute dtype and copies gradients, as often as it would gather and reduce. There kept gradients
@@ -19,20 +20,16 @@ not copied at all (`sharding.shard`). Freed groups are gathered again a layer ah
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
-
-from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.layout import BYTES, Layout
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.model.moe.placement import gathered_numel
-from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 
 _SHARE = 0.5  # the share of free memory for parameters; activations take the rest
@@ -85,36 +82,22 @@ def kept_bytes(model: Any, layout: Layout) -> KeptBytes:
 
 
 def choose_reshard_policy(
-    model: Any,
-    state: StateBytes,
-    saved: ReshardPolicy | None,
-    world: World,
-    planned: ReshardPolicy,
+    model: Any, saved: ReshardPolicy | None, planned: ReshardPolicy, world: World
 ) -> ReshardPolicy:
-    """Decide by the free memory of the fullest rank, for all ranks, and log why. Collective.
+    """Do as planned, but sum gradients in the order of the resumed run, and log both.
 
-    `saved`: the policy of the resumed run. `planned`: the most that the plan, which knows the
-    activations, keeps.
+    `saved`: the policy of the resumed run. `planned`: one decision about gradients for all stages,
+    which reduce together.
     """
-    # Stages differ in bytes, but one decision about gradients must hold for all ranks: they reduce
-    # together. `saved` decides about gradients, since a resume must not change the order of a sum.
-    layout = world.layout
-    kept = kept_bytes(model, layout)
-    gradients, sums = map(max, zip(*world.all_gather_json(kept[1:]), strict=True))
-    kept = KeptBytes(kept.parameters, gradients, sums)
-    # The sharded gradients and the optimizer's state are not allocated yet.
-    free = min(world.all_gather_json(_free_bytes(world) - state.gradients - state.optimizer))
-    policy, room, room_for_parameters = decide(
-        kept, free, layout.micro_batches, fixed_policy(layout) or saved, planned
-    )
+    layout, policy = world.layout, planned
+    if saved and layout.stage_ranks > 1:
+        policy = replace(saved, kept_groups=planned.kept_groups)
     policy.keep_gathered(model)
+    kept = kept_bytes(model, layout)
     if any(kept.parameters):
         made = "whole on each rank, copied" if layout.shards == 1 else "gathered"
-        logger.info(
-            f"Parameters: {made} {_when(policy, kept, layout)} "
-            f"({gb(sum(kept.parameters), 2)} GB unsharded, "
-            f"room for {gb(room_for_parameters, 2)} GB)"
-        )
+        unsharded = f"{gb(sum(kept.parameters), 2)} GB unsharded"
+        logger.info(f"Parameters: {made} {_when(policy, kept, layout)} ({unsharded})")
     else:
         logger.info("Parameters: whole on each rank, not copied")
     if layout.micro_batches > 1 and layout.stage_ranks > 1:
@@ -122,9 +105,7 @@ def choose_reshard_policy(
         if layout.replicate > 1 and not policy.keep_gradients:
             when = "once a step" if policy.keep_sums else "as often"
             reduced += f", between replicas {when}"
-        has_room = kept.gradients <= room and not policy.keep_gradients
-        reason = "as planned" if has_room else f"room for {gb(room, 2)} GB"
-        reason = "as before the resume" if saved else reason
+        reason = "as before the resume" if saved else "as planned"
         unsharded = f"{gb(kept.gradients, 2)} GB unsharded"
         logger.info(f"Gradients: reduced {reduced} ({unsharded}, {reason})")
     return policy
@@ -156,31 +137,28 @@ def decide(
     kept: KeptBytes,
     free: float,
     micro_batches: int,
-    saved: ReshardPolicy | None = None,
-    planned: ReshardPolicy | None = None,
-) -> tuple[ReshardPolicy, float, float]:
-    """Return the policy, the room for all kept tensors, and the room for parameters, in bytes.
+    fixed: ReshardPolicy | None = None,
+    most_groups: int | None = None,
+) -> tuple[ReshardPolicy, float]:
+    """Return the policy, and the room for parameters in bytes.
 
-    `saved`: what is decided already about gradients. `planned`: the most that the plan, which knows
-    the activations, keeps. None: before a plan, all groups or none.
+    `fixed`: what is decided already about gradients. `most_groups`: those that fit beside a
+    simulated step. None: all groups or none.
     """
     # Gradients come first: they save a reduction in every micro-batch. Parameters get the room that
     # is left.
     room = max(0.0, _SHARE * free)
-    decided = saved or ReshardPolicy(
-        kept_groups=0,
-        keep_gradients=kept.gradients <= room and (not planned or planned.keep_gradients),
-        keep_sums=kept.sums <= room and (not planned or planned.keep_sums),
+    policy = fixed or ReshardPolicy(
+        kept_groups=0, keep_gradients=kept.gradients <= room, keep_sums=kept.sums <= room
     )
-    keep_gradients, keep_sums = decided.keep_gradients, decided.keep_sums
-    gradients = kept.gradients if keep_gradients else kept.sums * keep_sums
-    room_for_parameters = max(0.0, room - gradients * (micro_batches > 1))
-    groups = groups_in(kept, room_for_parameters)
-    if planned:
-        groups = min(groups, planned.kept_groups)
+    gradients = kept.gradients if policy.keep_gradients else kept.sums * policy.keep_sums
+    room = max(0.0, room - gradients * (micro_batches > 1))
+    groups = groups_in(kept, room)
+    if most_groups is not None:
+        groups = min(groups, most_groups)
     elif groups < len(kept.parameters):
         groups = 0
-    return ReshardPolicy(groups, keep_gradients, keep_sums), room, room_for_parameters
+    return replace(policy, kept_groups=groups), room
 
 
 def room_beside(peak: float, memory: float) -> float:
@@ -191,12 +169,3 @@ def room_beside(peak: float, memory: float) -> float:
 def groups_in(kept: KeptBytes, room: float) -> int:
     """Return the number of groups, from the first on, that have room together."""
     return sum(total <= room for total in accumulate(kept.parameters))
-
-
-def _free_bytes(world: World) -> float:
-    """Return the memory that this rank may still take: of its GPU, or its share of the host's."""
-    if world.device.type == "cpu":
-        return available_memory() / world.local_size
-    free, _ = torch.cuda.mem_get_info(world.device)
-    cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    return free + cached
