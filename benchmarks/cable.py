@@ -130,7 +130,7 @@ def _plan(job: Job, name: str, more: Mapping[str, int], flops_per_s: float) -> P
         flops_per_s=flops_per_s * min(_RANKS, len(os.sched_getaffinity(0))) / _RANKS,
         is_gpu=False,
     )
-    return make_plan(config, read_model_config(config.model, ROW_TOKENS), machine)
+    return make_plan(config, read_model_config(config.model), machine)
 
 
 def _between(plan: Plan) -> float:

@@ -120,6 +120,5 @@ def plan_of(options: str, planned: Callable[..., Plan] = make_plan) -> Plan:
     before.append("run.dir=none")  # a real one may have a preflight's rates
     config = load_config(REPOSITORY / given.config, [*before, *given.assignments], {})
     machine = machine_of(given, config)
-    without_weights = config.model.model_copy(update={"init": "random"})
-    model_config = read_model_config(without_weights, config.data.max_length)
+    model_config = read_model_config(config.model)
     return planned(config, model_config, machine)

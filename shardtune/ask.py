@@ -25,7 +25,7 @@ from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 from shardtune.errors import UserError, print_errors
 from shardtune.log import quiet_libraries
-from shardtune.model.source.config_json import method_of
+from shardtune.model.facts.of_config import method_of
 from shardtune.model.source.files import known_config, model_folder, refusing
 from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.text_model import class_of

@@ -111,7 +111,7 @@ def _plan(assignments: Sequence[str]) -> Plan:
     """
     total = torch.cuda.mem_get_info()[1]
     config = load_config(Path(os.devnull), assignments, {})
-    model_config = read_model_config(config.model, config.data.max_length)
+    model_config = read_model_config(config.model)
     # The rates are made up: memory alone is compared.
     plan = make_plan(config, model_config, Machine(1, 1, total, 1e9, 1e9, 1e15))
     if not plan.is_simulated:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from huggingface_hub import metadata_load
 
-from shardtune.model.source.config_json import QUANTIZATION
+from shardtune.model.facts.of_config import QUANTIZATION
 from shardtune.model.source.files import FILES_BESIDE_WEIGHTS, model_folder
 from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.weight_files import list_tensors

@@ -22,9 +22,8 @@ from shardtune.cluster.environment import REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
 from shardtune.data.paths import kind_of, split_path
-from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU
-from shardtune.model.source.config_json import problems_of_model
+from shardtune.model.facts.of_config import problems_of_model
 from shardtune.model.source.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 from shardtune.units import gb
 
@@ -89,8 +88,7 @@ def _machine_facts(environment: Environment, config: Config) -> Message:
     # A process of its own asks: a process that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
     ranks = (environment.nodes or 1) * (environment.processes or 1)
-    layout = Layout.divided(ranks, dict(config.parallel))
-    problems = [f"{environment.name}: {problem}" for problem in problems_of_model(config, layout)]
+    problems = [f"{environment.name}: {problem}" for problem in problems_of_model(config, ranks)]
     with multiprocessing.get_context("fork").Pool(1) as pool:
         look = pool.apply_async(_gpus, [config.distributed.backend])
         try:

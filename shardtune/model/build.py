@@ -21,20 +21,18 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
-from shardtune.model.documents.shared_rows import context_problems
+from shardtune.model.facts.of_model import facts_of_model
+from shardtune.model.facts.problems import problems
 from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.moe.grouped_experts import gather_both_ways
-from shardtune.model.moe.spread import spread_problems
 from shardtune.model.random_weights import draw_weights
 from shardtune.model.recomputation import prepare_for_training
 from shardtune.model.sharding import require_whole_blocks, shard
 from shardtune.model.source.load_weights import load_sharded
 from shardtune.model.source.masters import rounded_when_read
 from shardtune.model.source.text_model import build_text_model
-from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
-from shardtune.model.support import unsupported
-from shardtune.model.tensor_parallel import tensor_problems
+from shardtune.model.stages import keep_stage, layers_of_stages
 from shardtune.optimizers.rules import find_rule
 
 
@@ -46,22 +44,17 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     """
     model, distribute = _sharding(config, model_config, world)
     layout = world.layout
-    rule = find_rule(layout.optimizer, layout.master_dtype)
-    not_spread = list(spread_problems(model, layout.expert, layout.expert_shards))
-    not_cut = list(stage_problems(model, layout))
-    not_shared = list(tensor_problems(model, layout.tensor))
-    not_shared += context_problems(model, layout.context, layout.max_length)
-    problems = [*unsupported(model, layout), *not_shared, *not_spread, *not_cut]
+    found = [*problems(facts_of_model(model, config.model.path), layout)]
     try:
         if layout.is_lora:
             choose_targets(model, config.lora)
-        elif rule.has_blocks and not (not_spread or not_cut or not_shared):
+        elif find_rule(layout.optimizer, layout.master_dtype).has_blocks and not found:
             distribute(model)
             require_whole_blocks(model, layout.optimizer)
     except UserError as error:
-        problems += error.problems
-    if problems:
-        raise UserError(*problems)
+        found += error.problems
+    if found:
+        raise UserError(*found)
 
 
 def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:

@@ -7,20 +7,15 @@ states that the stage before has sent take the place of the embedding's output.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from shardtune.distributed.layout import Layout
-from shardtune.errors import UserError
 from shardtune.model.flops import stage_costs
-from shardtune.model.source.config_json import too_few_layers
-from shardtune.model.source.small_copy import one_thread, small_copy
 from shardtune.model.traits import decoder_layers
 
 
@@ -117,7 +112,7 @@ def keep_stage(
     is_tied = bool(model.all_tied_weights_keys)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    layers, caller = cast(Any, _list_of_layers(model))  # not None: `stage_problems` has looked
+    layers, caller = cast(Any, list_of_layers(model))  # not None: a refusal has looked
     for number in set(range(len(layers))) - set(kept):
         layers[number] = PassThrough(layers[number])
     if not is_last:
@@ -146,61 +141,7 @@ def keep_stage(
         model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
 
 
-def stage_problems(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
-    """Yield why a model cannot be trained in `parallel.stages`; its shapes are enough."""
-    stages, kind = layout.stages, model.config.model_type
-    if stages == 1:
-        return
-    key, number = f"parallel.stages={stages}", len(decoder_layers(model))
-    if problem := too_few_layers(stages, number, layout.ranks, kind):
-        yield problem
-    elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
-        yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
-    if layout.micro_batches < stages:
-        yield (
-            f"{key}: train.gradient_accumulation_steps={layout.micro_batches} gives a step fewer "
-            f"micro-batches than stages, which then never all work - use {stages} or more"
-        )
-
-
-@one_thread()
-@torch.no_grad()
-def require_composable(layout: Layout, model_config: PreTrainedConfig) -> None:
-    """Compare two stages of a small copy with the whole of it; its config.json is enough.
-
-    Raises:
-        UserError: both give other logits, or no small copy can be built.
-    """
-    if layout.stages == 1:
-        return
-    kind, key = model_config.model_type, f"parallel.stages={layout.stages}"
-    whole = small_copy(model_config, layout.attention)
-    ids = torch.arange(1, 9).view(1, -1)
-    try:
-        expected = whole.eval()(input_ids=ids).logits if whole else None
-    except Exception:  # a width that `small_copy` does not know shows in the forward alone
-        expected = None
-    if whole is None or expected is None:
-        raise UserError(f"{key}: no small copy of {kind} can be built to try in stages - use 1")
-    cut = len(decoder_layers(whole)) // 2
-    try:
-        first, hidden = copy.deepcopy(whole), torch.float32
-        keep_stage(first, range(cut), is_first=True, is_last=False, dtype=hidden)
-        first(input_ids=ids)
-        last: Any = whole
-        keep_stage(last, range(cut, 2 * cut + 1), is_first=False, is_last=True, dtype=hidden)
-        last.get_input_embeddings().hidden = cast(Any, first.get_output_embeddings()).take()
-        same = torch.allclose(last(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
-    except Exception:
-        same = False  # a layer takes or returns more than hidden states
-    if not same:
-        raise UserError(
-            f"{key}: {kind} hands more from layer to layer than hidden states, or changes these "
-            "outside of its layers - use parallel.stages=1 and parallel.replicate or expert"
-        )
-
-
-def _list_of_layers(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module] | None:
+def list_of_layers(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module] | None:
     """Return the list of all decoder layers and the module that calls them, or None."""
     layers = decoder_layers(model)
     for module in model.modules():

@@ -9,13 +9,9 @@ parallelism, arXiv 2205.05198). Everything else sees a slice, and FSDP2 shards i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from math import gcd
-from threading import Barrier, get_ident
 from typing import Any, cast
 
 import torch
@@ -24,33 +20,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardtune.distributed.exchange import linear_map
-from shardtune.distributed.layout import Layout
 from shardtune.distributed.progress import Progress
-from shardtune.errors import UserError
 from shardtune.model import documents
-from shardtune.model.documents.attention_layers import attention_layers
-from shardtune.model.documents.shared_rows import context_problems, row_problems
+from shardtune.model.facts.problems import has_new_transformers
 from shardtune.model.moe.placement import is_cut
-from shardtune.model.source.config_json import too_old_transformers
-from shardtune.model.source.small_copy import one_thread, small_copy
-from shardtune.model.traits import FACTORS, decoder_layers, heads
+from shardtune.model.traits import FACTORS, decoder_layers
 
 # The dimension in which each style cuts each parameter of a linear layer.
-_CUTS = {
+CUTS = {
     "colwise": {"weight": 0, "bias": 0, FACTORS[1]: 0},
     "rowwise": {"weight": 1, FACTORS[0]: 1},
 }
-# FSDP2 completes the gradients of norms that see a part of the heads.
-_REPLICATED = "replicated_with_grad_allreduce"
-_Sum = Callable[[torch.Tensor], torch.Tensor]
+Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cut_modules(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each linear module of the layers that is cut, by its name."""
-    if not model.tp_plan or too_old_transformers(2):
+    if not model.tp_plan or not has_new_transformers():
         return {}
     plan = model._expand_parallel_plan(model.tp_plan)
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
@@ -58,7 +47,7 @@ def cut_modules(model: PreTrainedModel) -> dict[str, str]:
     return {
         name: style
         for name, module in model.named_modules()
-        if (style := plan.get(name, "")) in _CUTS
+        if (style := plan.get(name, "")) in CUTS
         and isinstance(module, nn.Linear)
         and module in inside
         and "expert" not in name
@@ -69,120 +58,8 @@ def cut_parameters(model: PreTrainedModel) -> list[str]:
     """Return the names of the parameters that are cut."""
     styles = cut_modules(model).items()
     names = {name for name, _ in model.named_parameters()}
-    cut = (f"{name}.{key}" for name, style in styles for key in _CUTS[style])
+    cut = (f"{name}.{key}" for name, style in styles for key in CUTS[style])
     return [name for name in cut if name in names]
-
-
-def tensor_problems(model: PreTrainedModel, degree: int) -> Iterator[str]:
-    """Yield why `degree` ranks cannot share the matrices of a model's layers."""
-    kind, key = model.config.model_type, f"parallel.tensor={degree}"
-    if degree == 1:
-        return
-    if problem := too_old_transformers(degree, "parallel.tensor", "cut matrices"):
-        yield problem
-        return
-    if not hasattr(_fsdp_common, "ShardPlacementResult"):
-        yield f"{key} needs PyTorch 2.13 or newer - install it, or use parallel.tensor=1"
-        return
-    if problems := list(row_problems(model, key)):
-        yield from problems
-        return
-    # A model without transformers' attention interface attends under a mask.
-    is_shared = model._can_set_attn_implementation() and not any(context_problems(model, degree, 1))
-    instead = f"use parallel.context={degree}, or parallel.tensor" * is_shared
-    instead = instead or "use parallel.tensor"
-    if reason := _uncut(model):
-        yield f"{key}: transformers' plan of {kind} {reason} - {instead}=1"
-        return
-    for layer in model.config.get_text_config().per_layer_config:
-        if (keys := heads(layer).keys) % degree:
-            context = f", or parallel.context={degree}" * (heads(layer).queries % degree == 0)
-            yield (
-                f"{key} does not divide the {keys} key heads of {kind} - use "
-                f"parallel.tensor={gcd(degree, keys)}{context}"
-            )
-            return
-    nearest, named = degree, ""
-    for name, style in cut_modules(model).items():
-        shape = cast(nn.Linear, model.get_submodule(name)).weight.shape
-        if (width := shape[_CUTS[style]["weight"]]) % degree:
-            named = named or f"{name}.weight of {kind}, {[*shape]}"
-            nearest = gcd(nearest, width)
-    if named:
-        yield f"{key} does not divide {named} - {instead}={nearest}"
-
-
-def _uncut(model: PreTrainedModel) -> str:
-    """Return why the architecture's plan does not cut all attention, or an empty text."""
-    if not model.tp_plan:
-        return "does not exist"
-    plan, cut = model._expand_parallel_plan(model.tp_plan), cut_modules(model)
-    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-    for name, module in model.named_modules():
-        is_left = module not in inside or "expert" in name or name in cut
-        if not is_left and plan.get(name, _REPLICATED) != _REPLICATED:
-            return f"has the unknown rule {plan[name]} for {name}"
-    blocks = {model.get_submodule(name.rpartition(".")[0]) for name in cut}
-    return "" if blocks.issuperset(attention_layers(model)) else "leaves attention whole"
-
-
-@one_thread()
-@torch.no_grad()
-def require_separable(layout: Layout, model_config: PreTrainedConfig) -> None:
-    """Compare two halves of a small copy with the whole of it; its config.json is enough.
-
-    Raises:
-        UserError: they give other logits, as where an activation looks at all hidden units.
-    """
-    whole = small_copy(model_config, layout.attention) if layout.tensor > 1 else None
-    if whole is None:  # no copy can be built: the first steps alone show a wrong loss
-        return
-    if any(tensor_problems(whole, 2)):  # the model itself is refused by its shapes
-        return
-    ids, barrier = torch.arange(1, 9).view(1, -1), Barrier(2, timeout=60)
-    parts = dict[int, torch.Tensor]()
-
-    def sum_of_halves(part: torch.Tensor) -> torch.Tensor:
-        parts[get_ident()] = part
-        barrier.wait()
-        total = torch.stack([*parts.values()]).sum(0)
-        barrier.wait()  # before the next part replaces this one
-        return total
-
-    def logits(half: Any) -> torch.Tensor:
-        try:
-            return cast(torch.Tensor, half(input_ids=ids).logits)
-        except Exception:
-            barrier.abort()
-            raise
-
-    # Threads, since later layers may read the keys of earlier ones, and each half has its own.
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            halves = [_half(whole.eval(), number, sum_of_halves) for number in range(2)]
-            close = partial(torch.allclose, logits(whole), rtol=1e-4, atol=1e-5)
-            is_same = all(map(close, pool.map(logits, halves)))
-        except Exception:  # such as a view for all heads
-            is_same = False
-    if not is_same:
-        key, context = (f"parallel.{name}={layout.tensor}" for name in ("tensor", "context"))
-        raise UserError(
-            f"{key}: parts of the matrices of {model_config.model_type} do not add up to the whole "
-            f"- use {context}, or parallel.tensor=1"
-        )
-
-
-def _half(model: PreTrainedModel, number: int, total: _Sum) -> PreTrainedModel:
-    """Return a copy with one half of each matrix that is cut. `total` adds up both halves'."""
-    half = copy.deepcopy(model)
-    for name, style in cut_modules(half).items():
-        module: Any = half.get_submodule(name)
-        for key, dimension in _CUTS[style].items():
-            if (whole := module._parameters.get(key)) is not None:
-                module._parameters[key] = nn.Parameter(whole.chunk(2, dimension)[number])
-        if style == "rowwise":
-            module.forward = partial(_summed, module, module.forward, total)
-    return half
 
 
 def cut_layers(
@@ -200,7 +77,7 @@ def cut_layers(
     blocks: dict[nn.Module, None] = {}
     for name, style in cut_modules(model).items():
         module: Any = model.get_submodule(name)
-        for key, dimension in _CUTS[style].items():
+        for key, dimension in CUTS[style].items():
             parameter = module._parameters.get(key)
             if parameter is not None:
                 parts = distribute_tensor(
@@ -209,7 +86,7 @@ def cut_layers(
                 module._parameters[key] = nn.Parameter(parts, parameter.requires_grad)
         forward = partial(_local, module, module.forward)
         if style == "rowwise":
-            forward = partial(_summed, module, forward, rows.sum)
+            forward = partial(summed, module, forward, rows.sum)
         # Collectives and swapped parameters cannot be compiled.
         module.forward = torch.compiler.disable(forward)
         blocks[model.get_submodule(name.rpartition(".")[0])] = None
@@ -247,8 +124,8 @@ def _local(module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor)
         return forward(hidden)
 
 
-def _summed(
-    module: nn.Linear, forward: Callable[..., Any], total: _Sum, hidden: torch.Tensor
+def summed(
+    module: nn.Linear, forward: Callable[..., Any], total: Sum, hidden: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum of all ranks' products for this rank's tokens."""
     # The bias is added once, to the sum.

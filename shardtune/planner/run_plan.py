@@ -218,7 +218,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     machine = Machine(**request["machine"])
     if machine.card:
         machine = replace(machine, card=Card(**request["machine"]["card"]))
-    model_config = read_model_config(config.model, config.data.max_length)
+    model_config = read_model_config(config.model)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations)
     must_fit = plan.cannot_fit and not config.run.ignore_plan

@@ -16,14 +16,9 @@ from functools import cached_property
 from itertools import chain, islice, product
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from shardtune.config import Config
-from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.documents.attention_check import require_documents_apart
-from shardtune.model.stages import require_composable
-from shardtune.model.tensor_parallel import require_separable
+from shardtune.model.facts.trial import require_exact_copy
 from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.make_plan import bound_plan, make_plan
@@ -72,6 +67,7 @@ class Search:
         self.plan, self.simulations = plan, simulations
         self._may_change, self._say = may_change, say
         self.fallen: list[Plan] = []  # simulated runs that do not fit
+        self._exact: dict[str, bool] = {}  # by degree of the mesh
 
     @cached_property
     def configured(self) -> Estimate:
@@ -273,34 +269,22 @@ class Search:
         return bound_plan(config, self.simulations.model_config, self.plan.machine).shapes
 
     def _can_be_cut(self, estimate: Estimate) -> bool:
-        if estimate.layout.context > self.plan.layout.context and not self._is_shareable:
-            return False
-        if estimate.layout.tensor > self.plan.layout.tensor and not self._is_separable:
-            return False
-        return estimate.layout.stages == 1 or self._is_composable
+        """Return whether parts of the model compute what the whole does."""
+        now, asked = self.plan.layout, estimate.layout
+        more = [n for n in ("context", "tensor", "stages") if getattr(asked, n) > getattr(now, n)]
+        for degree in more:
+            if degree not in self._exact:
+                self._exact[degree] = self._is_exact(degree)
+        return all(self._exact[degree] for degree in more)
 
-    @cached_property
-    def _is_shareable(self) -> bool:
-        """Return whether layers attend without a mask, as ranks that share rows must."""
-        return self._accepts(require_documents_apart, replace(self.plan.layout, context=2))
-
-    @cached_property
-    def _is_separable(self) -> bool:
-        """Whether parts of matrices add up to the whole."""
-        return self._accepts(require_separable, replace(self.plan.layout, tensor=2))
-
-    @cached_property
-    def _is_composable(self) -> bool:
-        return self._accepts(require_composable, replace(self.plan.layout, stages=2))
-
-    def _accepts(
-        self, require: Callable[[Layout, PreTrainedConfig], object], layout: Layout
-    ) -> bool:
-        """Return whether `require` accepts the first layers: a trial of all takes seconds."""
+    def _is_exact(self, degree: str) -> bool:
+        """Try the first layers, cut in two by a degree of the mesh; a trial of all takes seconds."""
         layers = min(_TRIAL_LAYERS, self.plan.shapes.n_layers)
         shallow = with_layers(self.simulations.model_config, layers)
+        degrees = dict.fromkeys(("context", "tensor", "stages"), 1) | {degree: 2}
+        layout = replace(self.plan.layout, packing=False, **degrees)
         try:
-            require(layout, shallow)
+            require_exact_copy(layout, shallow)
         except UserError:
             return False
         return True

@@ -25,13 +25,16 @@ from shardtune.distributed.world import World
 from shardtune.errors import all_of
 from shardtune.log import logger
 from shardtune.model.build import require_trainable
-from shardtune.model.documents.attention_check import require_documents_apart
-from shardtune.model.source.files import fetch_weights, model_folder, read_model_config
+from shardtune.model.facts.trial import require_exact_copy
+from shardtune.model.source.files import (
+    fetch_weights,
+    model_folder,
+    read_model_config,
+    require_weights,
+)
 from shardtune.model.source.quantised import describe_quantised
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weights_digest
-from shardtune.model.stages import require_composable
-from shardtune.model.tensor_parallel import require_separable
 from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run
@@ -55,9 +58,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
                 lambda: require_trackers(config.logging) if world.is_main else None,
             )
         )
-        world.on_rank0(lambda: require_documents_apart(world.layout, model_config))
-        world.on_rank0(lambda: require_composable(world.layout, model_config))
-        world.on_rank0(lambda: require_separable(world.layout, model_config))
+        world.on_rank0(lambda: require_exact_copy(world.layout, model_config))
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     world.require_same({what: revision}, "fetch one revision, or name a directory")
@@ -114,8 +115,11 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
 
 
 def _read_trainable(config: Config, world: World) -> PretrainedConfig:
-    model_config = read_model_config(config.model, config.data.max_length)
-    require_trainable(config, model_config, world)
+    model_config = read_model_config(config.model)
+    all_of(
+        lambda: require_weights(config.model),
+        lambda: require_trainable(config, model_config, world),
+    )
     return model_config
 
 

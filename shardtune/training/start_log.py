@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
@@ -23,7 +24,6 @@ from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
 from shardtune.model.lora import describe_adapters
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.support import router_remarks
 from shardtune.training.data_and_schedule import describe_sources
 from shardtune.training.run import Run
 from shardtune.training.states.state_bytes import StateBytes
@@ -31,6 +31,8 @@ from shardtune.units import gb
 
 # Micro-batches for each stage, with which the bubble hardly counts (GPipe, arXiv 1811.06965).
 _ENOUGH_MICRO_BATCHES = 4
+# Attributes of routers with the width of their noise in training.
+_JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 
 
 def start_logging(config: Config, world: World) -> None:
@@ -109,6 +111,22 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
         logger.info(f"Activation checkpointing: full, with the layers' inputs {where}")
     if world.layout.stages > 1:
         logger.info(_describe_stages(layers_of_stages(whole, world.layout.stages), world.layout))
+
+
+def router_remarks(model: PreTrainedModel) -> Iterator[str]:
+    """Yield what a user may not expect of a model's routers in training."""
+    if any(getattr(module, name, None) for module in model.modules() for name in _JITTER):
+        yield (
+            f"Routers: {model.config.model_type} chooses experts with noise in training, another "
+            "on each rank, so losses depend on the number of ranks. Evaluation has none"
+        )
+    config = model.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if weight and getattr(config, "output_router_logits", False):
+        yield (
+            f"Routers: config.json asks for a balancing loss (router_aux_loss_coef={weight}), "
+            "which training does not add: its loss is that of the tokens alone"
+        )
 
 
 def _describe_stages(layers: list[range], layout: Layout) -> str:

@@ -52,7 +52,7 @@ def settings(model: Path, stages: int, *more: str) -> list[str]:
 def plan_of(given: list[str]) -> Plan:
     config = load_config(Path(os.devnull), given, {})
     machine = Machine(len(ADDRESSES), RANKS_PER_NODE, 1e12, 1, 1, 1, is_gpu=False)
-    return make_plan(config, read_model_config(config.model, ROW_TOKENS), machine)
+    return make_plan(config, read_model_config(config.model), machine)
 
 
 def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:

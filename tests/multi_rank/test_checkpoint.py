@@ -244,7 +244,7 @@ def save_while_weights_change(folder: str) -> None:
     def work() -> None:
         durable_fs.write_file = write_late
         world = join_world(config)
-        model = build_model(config, read_model_config(config.model, 128), world)
+        model = build_model(config, read_model_config(config.model), world)
         optimizer = build_optimizer(OwnedParameters(model, world), config)
         saver = Saver(
             open_run_dir(Path("run"), world), config.checkpoint, 60, model, optimizer, {}, world

@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 def load(config: Config) -> None:
     """On a rank: build the model, and compare it with what transformers makes of the files."""
     world = join_world(config)
-    model = build_model(config, read_model_config(config.model, 128), world)
+    model = build_model(config, read_model_config(config.model), world)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     dtype = (frozen or list(model.parameters()))[0].dtype
     plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
@@ -242,8 +242,8 @@ LARGE = {
 def load_large(config: Config, small: Config) -> None:
     """On a rank: load a small model, and then the large one in a little more than its share."""
     world = join_world(config)
-    build_model(small, read_model_config(small.model, 128), world)
-    model_config = read_model_config(config.model, 128)
+    build_model(small, read_model_config(small.model), world)
+    model_config = read_model_config(config.model)
     torch.distributed.barrier()
     with Usage() as usage:
         model = build_model(config, model_config, world)

@@ -13,7 +13,7 @@ from conftest import REPOSITORY
 from benchmarks.plans import CONFIGS, plan_of
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
-from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.facts.trial import require_exact_copy
 from shardtune.model.source.files import read_model_config
 from shardtune.planner.command.options import add_plan_arguments, split_runs
 from shardtune.planner.command.plan_command import plan_run
@@ -42,9 +42,7 @@ def test_a_step_is_simulated_and_its_documents_are_told_apart(name):
     assert plan.reason == "" and plan.step_flops
     assert round(plan.parameters / 1e9) == billions
     config = load_config(REPOSITORY / "examples/demo.yaml", [*given, "model.init=random"], {})
-    require_documents_apart(
-        Layout.of(config), read_model_config(config.model, config.data.max_length)
-    )
+    require_exact_copy(Layout.of(config), read_model_config(config.model))
 
 
 def test_every_shape_has_a_source():

@@ -142,7 +142,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     config = load_config(options.config, given, {})
     world = _fake_world(config, options.nodes, options.gpus_per_node, options.stage)
     _leave_out_contents()
-    model = build_model(config, read_model_config(config.model, config.data.max_length), world)
+    model = build_model(config, read_model_config(config.model), world)
     enter("trial")
     owned = OwnedParameters(model, world)
     host = HostStates(owned) if world.layout.offloads else None

@@ -20,9 +20,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardtune.config import ModelConfig
-from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.source import config_json, files, load_weights, quantised
+from shardtune.model.facts import of_config as config_json
+from shardtune.model.source import files, load_weights, quantised
 from shardtune.model.source.weight_files import list_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -177,7 +177,7 @@ def test_other_ways_are_refused_by_name(name, quantization, words, tmp_path, mod
     (tmp_path / name / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
     edit_config(tmp_path / name, quantization_config=quantization)
     with pytest.raises(UserError) as refused:
-        files.read_model_config(ModelConfig(path=str(tmp_path / name), init="random"), 64)
+        files.read_model_config(ModelConfig(path=str(tmp_path / name), init="random"))
     assert words in str(refused.value)
 
 
@@ -217,13 +217,13 @@ def test_the_ways_of_modelopt_are_refused_by_name(quantization, words, tmp_path,
     if quantization is None:
         (tmp_path / "hf_quant_config.json").write_text("{}", encoding="utf-8")
     config = configured(f"model.path={tmp_path}", "model.init=random", "data.max_length=64")
-    (problem,) = config_json.problems_of_model(config, Layout(ranks=1)) or [""]
+    (problem,) = config_json.problems_of_model(config, ranks=1) or [""]
     assert words is None or words in problem
     if words is None:
-        assert not problem and files.read_model_config(config.model, 64)
+        assert not problem and files.read_model_config(config.model)
     else:
         with pytest.raises(UserError) as refused:
-            files.read_model_config(config.model, 64)
+            files.read_model_config(config.model)
         assert refused.value.problems == [problem]
 
 

@@ -44,7 +44,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
         rf"in the hub's cache, and .* \(.*timed out.*\) - .* into {tmp_path}/cache, or connect"
     )
     for read in (
-        lambda: files.read_model_config(model, 64),
+        lambda: files.read_model_config(model),
         lambda: files.fetch_weights(model, model_files.require_index),
     ):
         with pytest.raises(UserError, match=refusal):
@@ -55,7 +55,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
     shutil.copytree(models["llama"], folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text(commit, encoding="utf-8")
-    assert files.read_model_config(model, 64).model_type == "llama"
+    assert files.read_model_config(model).model_type == "llama"
     assert files.fetch_weights(model, model_files.require_index) == commit
     assert time.monotonic() - started < 5
 

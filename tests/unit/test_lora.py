@@ -30,7 +30,7 @@ from shardtune.model.lora import (
     draw_factors,
 )
 from shardtune.model.source.weight_files import list_tensors
-from shardtune.model.support import router_remarks
+from shardtune.training.start_log import router_remarks
 
 ALL_FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in FAMILIES},

@@ -12,7 +12,7 @@ from helpers.configs import configured
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
 from shardtune.model.build import require_trainable
-from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.facts.trial import require_exact_copy
 from shardtune.planner.simulation.simulate import fake_world
 
 LONGROPE = {
@@ -37,7 +37,7 @@ def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
         with fake_world(Layout.of(config, ranks), ranks) as world:
             all_of(
                 lambda: require_trainable(config, model_config, world),
-                lambda: require_documents_apart(Layout.of(config), model_config),
+                lambda: require_exact_copy(Layout.of(config), model_config),
             )
     except UserError as error:
         return error.problems

@@ -17,9 +17,10 @@ from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.documents import attention_choice
-from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.facts.of_model import facts_of_model
+from shardtune.model.facts.problems import problems
+from shardtune.model.facts.trial import require_exact_copy
 from shardtune.model.source.small_copy import small_copy
-from shardtune.model.support import unsupported
 
 REPOSITORY = Path(__file__).parents[2]
 GLM = REPOSITORY / "tests/data/configs/glm-4.5-air"
@@ -39,7 +40,7 @@ def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_document
     for name in ("head_dim", "n_routed_experts", "first_k_dense_replace"):
         assert getattr(copy.config, name) == getattr(whole, name), name
     assert copy.config.rope_parameters == whole.rope_parameters
-    require_documents_apart(Layout.of(configured()), whole)
+    require_exact_copy(Layout.of(configured()), whole)
 
 
 def test_layers_that_share_keys_are_all_in_the_copy():
@@ -70,25 +71,25 @@ def test_a_copy_has_few_heads_of_delta_rules(architecture, heads):
 )
 def test_documents_that_would_mix_are_refused_by_name(model_config, attention):
     """Both make masks without positions; attention by documents needs none."""
-    require_documents_apart(Layout.of(configured()), model_config)
+    require_exact_copy(Layout.of(configured()), model_config)
     under_mask = f"model.attention={attention}"
     said = rf"^{model_config.model_type} lets a packed document see .* - use model\.attention=auto"
     with pytest.raises(UserError, match=said):
-        require_documents_apart(Layout.of(configured(under_mask)), model_config)
-    require_documents_apart(Layout.of(configured(under_mask, "data.packing=false")), model_config)
+        require_exact_copy(Layout.of(configured(under_mask)), model_config)
+    require_exact_copy(Layout.of(configured(under_mask, "data.packing=false")), model_config)
 
 
 def test_a_narrow_window_is_no_reason_to_refuse():
-    require_documents_apart(Layout.of(configured()), MistralConfig(**SMALL, sliding_window=4))
+    require_exact_copy(Layout.of(configured()), MistralConfig(**SMALL, sliding_window=4))
 
 
 def test_a_small_leak_of_a_state_is_seen(monkeypatch):
     """Of Jamba's state 0.6% of the logits' spread, which bfloat16's rounding would hide."""
     model_config = packing_families.build("jamba", initializer_range=0.04).config
-    require_documents_apart(Layout.of(configured()), model_config)
+    require_exact_copy(Layout.of(configured()), model_config)
     monkeypatch.setattr(attention_choice, "separate_documents", lambda *_, **__: None)
     with pytest.raises(UserError, match=r"^jamba lets a packed document see .* change by 0\.\d%"):
-        require_documents_apart(Layout.of(configured()), model_config)
+        require_exact_copy(Layout.of(configured()), model_config)
 
 
 def test_an_architecture_without_a_copy_is_left_to_its_weights():
@@ -96,7 +97,7 @@ def test_an_architecture_without_a_copy_is_left_to_its_weights():
     wide = AutoConfig.for_model("llama", hidden_size=1 << 18, num_attention_heads=4)
     assert small_copy(wide, "auto") is None
     for model_config in (wide, AutoConfig.for_model("codegen")):
-        require_documents_apart(Layout.of(configured()), model_config)
+        require_exact_copy(Layout.of(configured()), model_config)
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -105,20 +106,18 @@ def test_an_encoder_is_refused_by_name(packing):
     with pytest.raises(
         UserError, match=r"^bert is not a causal .* its tokens see those behind them"
     ):
-        require_documents_apart(Layout.of(configured(f"data.packing={packing}")), model_config)
+        require_exact_copy(Layout.of(configured(f"data.packing={packing}")), model_config)
     decoder = AutoConfig.for_model("bert", **SMALL, is_decoder=True)
-    require_documents_apart(Layout.of(configured("data.packing=false")), decoder)
+    require_exact_copy(Layout.of(configured("data.packing=false")), decoder)
 
 
 def test_a_model_that_cannot_compute_layers_again_is_refused_by_name():
     model, given = AutoModelForCausalLM.from_config(tiny_config("jetmoe")), "data.packing=false"
-    assert not list(
-        unsupported(
-            model,
-            Layout.of(configured(given, "model.activation_checkpointing=none")),
-        )
+    facts = facts_of_model(model)
+    none, full = (
+        Layout.of(configured(given, f"model.activation_checkpointing={how}"))
+        for how in ("none", "full")
     )
-    (problem,) = unsupported(
-        model, Layout.of(configured(given, "model.activation_checkpointing=full"))
-    )
+    assert not list(problems(facts, none))
+    (problem,) = problems(facts, full)
     assert problem.startswith("jetmoe cannot compute layers again - ")

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.distributed.exchange import Exchange
 from shardtune.distributed.layout import Layout
+from shardtune.model.facts.of_model import facts_of_model
+from shardtune.model.facts.problems import expert_problems
 from shardtune.model.moe.shared_experts import SharedExperts
-from shardtune.model.moe.spread import spread_problems
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy
 
@@ -49,7 +50,7 @@ def test_experts_that_cannot_be_spread_are_named(family, settings, degree, probl
     small = {**SMALL, **settings}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small))
-    problems = list(spread_problems(model, degree, copies=4))
+    problems = list(expert_problems(facts_of_model(model), degree, copies=4))
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
 

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from benchmarks.tiny import tiny_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
-from shardtune.model.stages import divide_layers, layers_of_stages, require_composable
+from shardtune.model.facts.trial import require_exact_copy
+from shardtune.model.stages import divide_layers, layers_of_stages
 from shardtune.model.traits import decoder_layers
 
 SMALL: dict[str, Any] = {
@@ -60,7 +61,7 @@ def test_a_large_head_leaves_its_stage_fewer_layers():
 
 
 def require(model_config: PreTrainedConfig) -> None:
-    require_composable(Layout(2, stages=2), model_config)
+    require_exact_copy(Layout(2, stages=2), model_config)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])

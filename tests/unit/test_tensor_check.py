@@ -12,9 +12,8 @@ from helpers.configs import configured
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
 from shardtune.model.build import require_trainable
-from shardtune.model.documents.attention_check import require_documents_apart
-from shardtune.model.source.config_json import require_possible
-from shardtune.model.tensor_parallel import require_separable
+from shardtune.model.facts.of_config import require_possible
+from shardtune.model.facts.trial import require_exact_copy
 from shardtune.planner.simulation.simulate import fake_world
 
 EIGHT_BITS = "optimizer.name=adamw8bit"
@@ -34,8 +33,7 @@ def problems(family: str, *assignments: str, **settings: Any) -> list[str]:
         with fake_world(layout, 4) as world:
             all_of(
                 lambda: require_trainable(config, model_config, world),
-                lambda: require_documents_apart(layout, model_config),
-                lambda: require_separable(layout, model_config),
+                lambda: require_exact_copy(layout, model_config),
             )
     except UserError as error:
         return error.problems

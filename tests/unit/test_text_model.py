@@ -161,7 +161,7 @@ def test_an_architecture_that_needs_code_of_its_own_is_refused_with_others(kind,
     assert said == f"ERROR: {kind} is not trained here"
     assert all(name in CONFIG_MAPPING for name in instead.split(" or "))
     with pytest.raises(UserError, match=f"^{kind} is not trained here"):  # as one of the hub is
-        read_model_config(ModelConfig(path=str(tmp_path)), 128)
+        read_model_config(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("kind", ["vit", "t5", "florence2"])

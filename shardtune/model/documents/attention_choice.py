@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
-from shardtune.errors import RunFailed, UserError
+from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.model.documents import Tried
 from shardtune.model.documents.attention import DOCUMENT_ATTENTION, model_makes_masks
@@ -70,10 +70,8 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
         keep_second("is for varlen attention alone")
     detail = f" ({ways})" * bool(ways) + "; rows have no padding" * attention.by_document
     logger.info(f"Attention: {attention.text}{detail}")
-    try:
-        require_shared(attention, layout)
-    except UserError as problem:  # the weights are loaded by now: fail with 1, not 2
-        raise RunFailed(*problem.problems) from problem
+    if problem := not_shared(attention, layout):
+        raise RunFailed(problem)
     if layout.row_ranks > 1:
         logger.info(describe_rows(model, layout))
     if leak := leak_under_mask(attention, trial):
@@ -111,13 +109,14 @@ def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial)
     return f"Layers with a state: {len(mixers)}, {how if is_flat else 'in padded rows'}{kernels}"
 
 
-def require_shared(attention: Attention, layout: Layout) -> None:
-    """Raises UserError if ranks would share rows to which a model attends under a mask."""
-    if layout.row_ranks > 1 and not attention.by_document:
-        raise UserError(
-            f"{layout.row_key}={layout.row_ranks} needs attention without a mask, and this model "
-            f"attends under one ({attention.reason}) - use {layout.row_key}=1"
-        )
+def not_shared(attention: Attention, layout: Layout) -> str:
+    """Return why ranks cannot share rows to which the model attends like that, or an empty text."""
+    if layout.row_ranks == 1 or attention.by_document:
+        return ""
+    return (
+        f"{layout.row_key}={layout.row_ranks} needs attention without a mask, and this model "
+        f"attends under one ({attention.reason}) - use {layout.row_key}=1"
+    )
 
 
 def leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:

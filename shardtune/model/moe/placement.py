@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardtune.distributed.tensors import to_local
+from shardtune.model.facts.problems import leaves_empty_slices
 from shardtune.model.traits import is_stack
 
 
@@ -45,7 +46,3 @@ def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
         # Not the second dimension, in which gate and up projections of the files are joined.
         return Shard(parameter.dim() - 1)
     return Shard(0)
-
-
-def leaves_empty_slices(length: int, shards: int) -> bool:
-    return -(-length // shards) * (shards - 1) >= length

@@ -25,42 +25,13 @@ with contextlib.suppress(ImportError):  # transformers before 5.23
     )
 
 from shardtune.distributed.progress import Progress
-from shardtune.model.moe.placement import leaves_empty_slices
+from shardtune.model.facts.problems import has_new_transformers
 from shardtune.model.moe.shared_experts import SharedExperts
 from shardtune.model.moe.token_exchange import ExpertExchange
-from shardtune.model.source.config_json import too_old_transformers, undivided_experts
-from shardtune.model.traits import has_experts, is_factor, is_stack
+from shardtune.model.traits import is_factor, is_stack
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' names
-
-
-def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterator[str]:
-    """Yield why experts cannot be spread over `degree` ranks, and each part over `copies` ranks."""
-    if degree == 1:
-        return
-    kind, key = model.config.model_type, f"parallel.expert={degree}"
-    if problem := too_old_transformers(degree):
-        yield problem
-        return
-    plan = _plan_of_experts(model)
-    stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
-    if _MODULE not in plan.values() or not stacks:
-        lack = "has no plan to spread its experts over ranks"
-        if not has_experts(model):
-            lack = "has no experts"
-        yield f"{key}: {kind} {lack} - use parallel.expert=1"
-    for number in sorted({stack.shape[0] for stack in stacks}):
-        if problem := undivided_experts(degree, number, kind):
-            yield problem
-    # transformers cannot read the empty slices of files that hold stacks.
-    local = {(s.shape[0] // degree, s.shape[-1]) for s in stacks if s.shape[0] % degree == 0}
-    for experts, width in sorted(local):
-        if leaves_empty_slices(experts, copies) and width % copies:
-            yield (
-                f"{key}: {copies} ranks share {experts} experts of {kind}, and neither these nor "
-                f"their width, {width}, can be cut into {copies} - use a larger parallel.replicate"
-            )
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress) -> list[Any]:
@@ -96,9 +67,20 @@ def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
     return {name: style for name, style in plan.items() if style not in ("colwise", "rowwise")}
 
 
+def has_expert_plan(model: PreTrainedModel) -> bool:
+    """Return whether transformers has a plan to spread the experts of an architecture."""
+    plan = model.ep_plan if has_new_transformers() else None
+    return bool(plan) and _MODULE in _plan_of_experts(model).values()
+
+
+def spread_shapes(model: PreTrainedModel) -> list[torch.Size]:
+    """Return the shapes of the stacks that `parallel.expert` spreads."""
+    return [model.get_parameter(n).shape for n in spread_stacks(model) if not is_factor(n)]
+
+
 def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
-    plan = {} if too_old_transformers(2) or not model.ep_plan else _plan_of_experts(model)
+    plan = _plan_of_experts(model) if has_new_transformers() and model.ep_plan else {}
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 

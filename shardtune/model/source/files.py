@@ -19,7 +19,8 @@ from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config_json
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
-from shardtune.model.source.config_json import MODELOPT, beyond_positions, not_trained
+from shardtune.model.facts.of_config import MODELOPT
+from shardtune.model.facts.problems import not_trained
 from shardtune.model.source.quantised import quantised_problems, take_quantization
 from shardtune.model.source.text_model import build_text_model, require_text
 from shardtune.model.source.weight_files import (
@@ -31,7 +32,6 @@ from shardtune.model.source.weight_files import (
     list_stored,
     weight_problems,
 )
-from shardtune.model.traits import number
 
 # Configuration, generation settings, tokenizer, and processors of images and sound.
 FILES_BESIDE_WEIGHTS = (
@@ -51,12 +51,11 @@ FILES_BESIDE_WEIGHTS = (
 )
 
 
-def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
-    """Read the model's configuration and check it for rows of `max_length` tokens.
+def read_model_config(model: ModelConfig) -> PreTrainedConfig:
+    """Read the model's configuration.
 
     Raises:
-        UserError: there is no such model, no model can be built from its configuration, rows are
-            longer than its positions, or a directory's weights are missing or truncated.
+        UserError: there is no such model, or no model can be built from its configuration.
     """
     path = model.path
     config = known_config(path)
@@ -68,15 +67,17 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         torch.device("meta"),
     ):
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
-    positions = number(config.get_text_config(), "max_position_embeddings")
-    problems = [*filter(None, [beyond_positions(max_length, positions, path)])]
-    if model.init == "pretrained" and Path(path).is_dir():
-        problems += _problems_of_weights(Path(path))
-    if problems:
-        raise UserError(*problems)
     if config.dtype is None and model.init == "pretrained":
         config.dtype = _stored_dtype(Path(path))
     return config
+
+
+def require_weights(model: ModelConfig) -> None:
+    """Raise UserError if weights of a directory are missing or truncated."""
+    folder = Path(model.path)
+    is_read = model.init == "pretrained" and folder.is_dir()
+    if is_read and (problems := _problems_of_weights(folder)):
+        raise UserError(*problems)
 
 
 def known_config(path: str) -> PreTrainedConfig:

@@ -6,7 +6,6 @@ A simulated step takes seconds, the arithmetic less than a millisecond once shap
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.distributed.layout import BYTES, Layout
-from shardtune.model.documents.shared_rows import context_problems
-from shardtune.model.moe.spread import spread_problems, spread_stacks
+from shardtune.model.facts.of_model import facts_of_model
+from shardtune.model.facts.problems import context_problems, expert_problems, tensor_problems
+from shardtune.model.moe.spread import spread_stacks
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.tensor_parallel import cut_modules, cut_parameters, tensor_problems
+from shardtune.model.tensor_parallel import cut_modules, cut_parameters
 from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
 from shardtune.optimizers.rounding import SCALE_BLOCK
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Collective
@@ -89,6 +89,7 @@ class Shapes:
         self.hidden_size = most_of_layers(whole, "hidden_size")
         self.top_k = top_k(whole)
         self.heads = [heads(layer) for layer in whole.config.get_text_config().per_layer_config]
+        facts = facts_of_model(whole)
         kinds = dict.fromkeys(spread_stacks(whole), "experts")
         kinds |= dict.fromkeys(cut_parameters(whole), "cut")
         names = {parameter: name for name, parameter in whole.named_parameters()}
@@ -126,17 +127,17 @@ class Shapes:
 
         @cache
         def may_spread(degree: int, copies: int) -> bool:
-            return next(spread_problems(whole, degree, copies), None) is None
+            return next(expert_problems(facts, degree, copies), None) is None
 
         @cache
         def may_share(ranks: int) -> bool:
-            return next(context_problems(whole, ranks, max_length=sys.maxsize), None) is None
+            return next(context_problems(facts, ranks), None) is None
 
         @cache
         def may_cut(ranks: int, has_blocks: bool) -> bool:
             """`has_blocks`: parts of columns are whole blocks of one scale."""
             is_whole = not has_blocks or not any(n // ranks % SCALE_BLOCK for n in columns)
-            return is_whole and next(tensor_problems(whole, ranks), None) is None
+            return is_whole and next(tensor_problems(facts, ranks), None) is None
 
         # Hundreds of meshes ask about the same few divisions, so answers are cached.
         self.by_stage, self.may_spread = by_stage, may_spread

@@ -14,7 +14,7 @@ from shardtune.cards import CARDS, Card, card_named
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
-from shardtune.model.source.config_json import require_possible
+from shardtune.model.facts.of_config import require_possible
 
 # The figure of a card that each option gives in its place, the option's unit, and its help.
 OF_CARD = {

@@ -18,13 +18,11 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU, read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
-from shardtune.model.documents.attention_check import require_documents_apart
+from shardtune.model.facts.trial import require_exact_copy
 from shardtune.model.source.files import model_folder, read_model_config
 from shardtune.model.source.quantised import describe_quantised, quantised_problems
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weight_problems
-from shardtune.model.stages import require_composable
-from shardtune.model.tensor_parallel import require_separable
 from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.run_length import run_length
@@ -41,7 +39,6 @@ from shardtune.planner.mesh import as_arguments, launch_command, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Say, Search, silent
 from shardtune.planner.settings import ADAPTERS
-from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.extrapolate import Simulations
 
 _SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # the default of the launch scripts
@@ -114,8 +111,7 @@ def read_planned_config(config: Config) -> PreTrainedConfig:
         UserError: it cannot be read, or transformers does not know the model.
     """
     quiet_libraries(is_main=False)
-    without_weights = config.model.model_copy(update={"init": "random"})
-    return read_model_config(without_weights, config.data.max_length)
+    return read_model_config(config.model)
 
 
 def require_runnable(config: Config, model_config: PreTrainedConfig, say: Say) -> None:
@@ -125,9 +121,7 @@ def require_runnable(config: Config, model_config: PreTrainedConfig, say: Say) -
         UserError: a run of the model would be refused.
     """
     say(f"trying a small copy of {model_config.model_type}")
-    checks = require_composable, require_separable, require_documents_apart
-    layout = Layout.of(config, ranks=1, is_gpu=True)
-    at_once([partial(check, layout, model_config) for check in checks])
+    require_exact_copy(Layout.of(config, ranks=1, is_gpu=True), model_config)
     if config.model.init == "pretrained":
         _require_fitting_files(config.model.path)
 

@@ -26,7 +26,7 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.build import build_on_meta, run_as_on_gpus
-from shardtune.model.documents.attention_choice import Attention, decide_attention, require_shared
+from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
 from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.documents.state_layers import state_mixers
@@ -180,7 +180,8 @@ def _decide(
     world, layout = step.world, step.world.layout
     trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
     attention = decide_attention(trial, layout.max_length)
-    require_shared(attention, layout)
+    if problem := not_shared(attention, layout):
+        raise UserError(problem)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:
         use_loss_head(model, world.device, "cuda" if layout.is_gpu else "cpu")

@@ -1,0 +1,1 @@
+"""What a model is, read once: facts, which meshes and settings they allow, and a trial."""
