@@ -21,10 +21,11 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
+from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import problems
 from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
-from shardtune.model.lora import add_adapters, choose_targets, draw_factors
+from shardtune.model.lora import add_adapters, draw_factors
 from shardtune.model.moe.grouped_experts import gather_both_ways
 from shardtune.model.random_weights import draw_weights
 from shardtune.model.recomputation import prepare_for_training
@@ -36,23 +37,29 @@ from shardtune.model.stages import keep_stage, layers_of_stages
 from shardtune.optimizers.rules import find_rule
 
 
-def require_trainable(config: Config, model_config: PreTrainedConfig, world: World) -> None:
-    """Check that the architecture can be trained as configured; its config.json is enough.
+def read_facts(config: Config, model_config: PreTrainedConfig, world: World) -> ModelFacts:
+    """Read what the whole model is, with its adapters; its config.json is enough.
 
     Raises:
-        UserError: every reason against it at once; a missing attention implementation comes alone.
+        UserError: an attention implementation is missing.
     """
-    model, distribute = _sharding(config, model_config, world)
-    layout = world.layout
-    found = [*problems(facts_of_model(model, config.model.path), layout)]
-    try:
-        if layout.is_lora:
-            choose_targets(model, config.lora)
-        elif find_rule(layout.optimizer, layout.master_dtype).has_blocks and not found:
-            distribute(model)
-            require_whole_blocks(model, layout.optimizer)
-    except UserError as error:
-        found += error.problems
+    model, _ = _sharding(config, model_config, world)
+    refusals: list[str] = []
+    if world.layout.is_lora:
+        try:
+            add_adapters(model, config.lora)
+        except UserError as error:
+            refusals = error.problems
+    return facts_of_model(model, config.model.path, tuple(refusals))
+
+
+def require_trainable(
+    facts: ModelFacts, config: Config, model_config: PreTrainedConfig, world: World
+) -> None:
+    """Check that a model can be trained as configured. Raises UserError: every reason at once."""
+    layout, found = world.layout, [*problems(facts, world.layout)]
+    if not found and find_rule(layout.optimizer, layout.master_dtype).has_blocks:
+        require_whole_blocks(build_on_meta(config, model_config, world), layout.optimizer)
     if found:
         raise UserError(*found)
 

@@ -94,13 +94,19 @@ def divide_layers(costs: Sequence[float], stages: int) -> list[range]:
 
 def layers_of_stages(model: PreTrainedModel, stages: int) -> list[range]:
     """Return the numbers of the layers of each stage, divided by FLOPs and memory alike."""
-    first, costs, last = stage_costs(model)
-    if not costs:  # an architecture that does not name its layers has one stage
+    return divided(stage_costs(model), stages)
+
+
+def divided(costs: tuple[float, Sequence[float], float], stages: int) -> list[range]:
+    """Divide layers into stages by the costs of the embedding, of the layers and of the head."""
+    first, layers, last = costs
+    if not layers:  # an architecture that does not name its layers has one stage
         return [range(0)]
     # The first stage has the embedding, too, and the last one the head.
-    costs[0] += first
-    costs[-1] += last
-    return divide_layers(costs, stages)
+    of_layers = [*layers]
+    of_layers[0] += first
+    of_layers[-1] += last
+    return divide_layers(of_layers, stages)
 
 
 def keep_stage(

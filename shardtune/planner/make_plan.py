@@ -17,11 +17,11 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
-from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
-from shardtune.model.flops import NotCounted, count_flops
+from shardtune.model.build import build_on_meta, require_trainable
+from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.model.moe.placement import gathered_numel, is_cut, is_spread
-from shardtune.model.stages import layers_of_stages
+from shardtune.model.stages import divided
 from shardtune.planner.arithmetic.figures import Collective
 from shardtune.planner.arithmetic.host_link import host_link, pieces_bytes
 from shardtune.planner.arithmetic.machine import Machine
@@ -29,7 +29,7 @@ from shardtune.planner.arithmetic.roofline import gpu_of, seconds, with_gathers
 from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic, rows_bytes
 from shardtune.planner.arithmetic.storage import join_storage, plan_storage
 from shardtune.planner.plan import Plan
-from shardtune.planner.simulation.extrapolate import Simulations, layer_kinds
+from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.planner.simulation.peaks import bounded_memory, step_memory
 from shardtune.planner.simulation.simulate import Measured, Step, fake_world
 from shardtune.training.optim import build_optimizer
@@ -62,7 +62,7 @@ def make_plan(
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
-    planner = _Planner(config, model_config, machine, simulations or Simulations(model_config))
+    planner = _Planner(config, machine, simulations or Simulations(model_config))
     plan = _join(planner.stages())
     tiles = plan.layout.tokens_per_rank // TILE_TOKENS
     if plan.fits or not plan.is_simulated or tiles < 2:
@@ -72,16 +72,22 @@ def make_plan(
 
 
 def bound_plan(
-    config: Config, model_config: PreTrainedConfig, machine: Machine, world: World | None = None
+    config: Config,
+    model_config: PreTrainedConfig,
+    machine: Machine,
+    world: World | None = None,
+    simulations: Simulations | None = None,
 ) -> Plan:
     """Plan a run from shapes alone, in milliseconds.
 
     `world`: that of a real run. No collective runs in it, since other ranks do not call this.
+    `simulations`: what has read the model already.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
-    planner = _Planner(config, model_config, machine)
+    known = simulations or Simulations(model_config)
+    planner = _Planner(config, machine, known, is_bound=True)
     if not world:
         return _join(planner.stages())
     firsts = range(0, world.size, world.layout.stage_ranks)
@@ -89,33 +95,29 @@ def bound_plan(
 
 
 class _Planner:
-    """Plans the stages of a run by simulated steps, or without `simulations` by shapes alone."""
+    """Plans the stages of a run by simulated steps, or if `is_bound`, by shapes alone."""
 
     def __init__(
-        self,
-        config: Config,
-        model_config: PreTrainedConfig,
-        machine: Machine,
-        simulations: Simulations | None = None,
+        self, config: Config, machine: Machine, simulations: Simulations, is_bound: bool = False
     ) -> None:
-        self._config, self._model_config = config, model_config
-        self._machine, self._simulations = machine, simulations
+        self._config, self._machine, self._simulations = config, machine, simulations
+        self._model_config, self._is_bound = simulations.model_config, is_bound
 
     def stages(self, tiles: int = 1) -> list[Plan]:
         """Return the plan of each stage; in tiles, stop at the first stage that does not fit."""
-        config, model_config, machine = self._config, self._model_config, self._machine
+        config, machine = self._config, self._machine
         parts: list[Plan] = []
         first_alike: dict[tuple[Hashable, ...], int] = {}  # middle stage, by kinds of its layers
         layout = machine.layout(config)
         for stage in range(layout.stages):
             with fake_world(layout, machine.ranks_per_node, stage) as world:
+                facts = self._simulations.facts(config, world)
                 if stage == 0:
-                    require_trainable(config, model_config, world)
-                    whole = whole_on_meta(config, model_config, world)
-                    kinds = layer_kinds(whole)
-                layers = layers_of_stages(whole, layout.stages)[stage]
+                    require_trainable(facts, config, self._model_config, world)
+                layers = divided(facts.costs, layout.stages)[stage]
                 if 0 < stage < layout.stages - 1:
-                    first = first_alike.setdefault(tuple(kinds[layers.start : layers.stop]), stage)
+                    kinds = facts.layers[layers.start : layers.stop]
+                    first = first_alike.setdefault(kinds, stage)
                     # A later stage has fewer micro-batches in flight, so it needs no more memory.
                     if first < stage:
                         parts.append(_moved(parts[first], by=(stage - first) * layout.stage_ranks))
@@ -129,19 +131,19 @@ class _Planner:
         """Plan the stage of `world`'s rank; with `keeps_groups` groups may stay gathered."""
         config, machine, layout = self._config, self._machine, world.layout
         model = build_on_meta(config, self._model_config, world)
-        whole = whole_on_meta(config, self._model_config, world)
+        facts = self._simulations.facts(config, world)
         owned = OwnedParameters(model, world)
         optimizer = build_optimizer(owned, config)
         states, kept = state_bytes(model, optimizer, layout), kept_bytes(model, layout)
         policy = self._policy(kept, states, layout)
         if not keeps_groups:
             policy = replace(policy, kept_groups=0)
-        shapes = Shapes(whole)
+        shapes = Shapes(facts)
         updated = [to_local(p).numel() for p in owned.by_name.values()]
         link = host_link(sum(updated), policy, layout)
         storage = plan_storage(model, config, self._model_config, states, shapes, machine, world)
         step = Step(config, policy, world, tiles=tiles)
-        measured, reason = self._measure(step, whole)
+        measured, reason = self._measure(step, facts)
         if measured:
             pieces = pieces_bytes(max(updated), layout)
             memory = partial(step_memory, measured, states, optimizer, pieces, machine)
@@ -159,7 +161,7 @@ class _Planner:
             peak = bounded_memory(model, shapes, config, states, world)
             peaks, pools = {"any phase": peak}, peak.n_bytes
             needed_bytes = pools + machine.allowance_bytes(layout, pools)
-        step_flops, forward_flops = _count_flops(whole, layout.rows_per_step, layout.max_length)
+        step_flops, forward_flops = _count_flops(facts, layout.rows_per_step, layout.max_length)
         plan = Plan(
             config=config,
             layout=layout,
@@ -172,8 +174,8 @@ class _Planner:
             step_flops=step_flops,
             forward_flops=forward_flops,
             rows_bytes=sum(rows_bytes(shapes, world.stage, layout)),
-            parameters=sum(p.numel() for p in whole.parameters()),
-            trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
+            parameters=facts.numel(),
+            trained_parameters=facts.numel(trained=True),
             states=states,
             policies=(policy,),
             tiles=tiles,
@@ -187,17 +189,16 @@ class _Planner:
         )
         return replace(plan, kernels_s=_kernel_seconds(measured, plan))
 
-    def _measure(self, step: Step, whole: PreTrainedModel) -> tuple[Measured | None, str]:
+    def _measure(self, step: Step, facts: ModelFacts) -> tuple[Measured | None, str]:
         """Return the measures of a simulated step, or None and why no step could be simulated."""
-        if not self._simulations:
+        if self._is_bound:
             return None, "no step was simulated"
         try:
-            return self._simulations.measure(step, whole), ""
+            return self._simulations.measure(step, facts), ""
         except UserError:
             raise
         except Exception as error:  # each architecture fails in its own way on fake tensors
-            kind = whole.config.model_type
-            return None, f"no step of {kind} can be simulated: {first_line(error)}"
+            return None, f"no step of {facts.kind} can be simulated: {first_line(error)}"
 
     def _policy(
         self, kept: KeptBytes, states: StateBytes, layout: Layout, most_groups: int | None = None
@@ -298,11 +299,9 @@ def _gathered_by_ranks(model: PreTrainedModel, world: World) -> list[Counter[tup
     return groups
 
 
-def _count_flops(model: PreTrainedModel, rows: int, length: int) -> list[float | None]:
+def _count_flops(facts: ModelFacts, rows: int, length: int) -> list[float | None]:
     """Return the FLOPs of a step of full rows, and of all layers' forward; None if not known."""
-    try:
-        flops = count_flops(model)
-    except NotCounted:
+    if not facts.flops:
         return [None, None]
     lengths, trained = np.full(rows, length), rows * (length - 1)
-    return [flops.per_step(lengths, trained), flops.forward(lengths, 0)]
+    return [facts.flops.per_step(lengths, trained), facts.flops.forward(lengths, 0)]

@@ -266,7 +266,8 @@ class Search:
     @cached_property
     def _with_adapters(self) -> Shapes:
         config = with_values(self.plan.config, ADAPTERS)
-        return bound_plan(config, self.simulations.model_config, self.plan.machine).shapes
+        simulations, machine = self.simulations, self.plan.machine
+        return bound_plan(config, simulations.model_config, machine, None, simulations).shapes
 
     def _can_be_cut(self, estimate: Estimate) -> bool:
         """Return whether parts of the model compute what the whole does."""
@@ -278,7 +279,7 @@ class Search:
         return all(self._exact[degree] for degree in more)
 
     def _is_exact(self, degree: str) -> bool:
-        """Try the first layers, cut in two by a degree of the mesh; a trial of all takes seconds."""
+        """Try the first layers, cut in two by a degree of the mesh: all take seconds."""
         layers = min(_TRIAL_LAYERS, self.plan.shapes.n_layers)
         shallow = with_layers(self.simulations.model_config, layers)
         degrees = dict.fromkeys(("context", "tensor", "stages"), 1) | {degree: 2}

@@ -24,7 +24,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import all_of
 from shardtune.log import logger
-from shardtune.model.build import require_trainable
+from shardtune.model.build import read_facts, require_trainable
 from shardtune.model.facts.trial import require_exact_copy
 from shardtune.model.source.files import (
     fetch_weights,
@@ -116,9 +116,10 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
 
 def _read_trainable(config: Config, world: World) -> PretrainedConfig:
     model_config = read_model_config(config.model)
+    facts = read_facts(config, model_config, world)
     all_of(
         lambda: require_weights(config.model),
-        lambda: require_trainable(config, model_config, world),
+        lambda: require_trainable(facts, config, model_config, world),
     )
     return model_config
 

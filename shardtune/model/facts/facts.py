@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardtune.model.traits import Heads
+
+if TYPE_CHECKING:
+    from shardtune.model.flops import ModelFlops
 
 
-class Stack(NamedTuple):
-    """The shape of stacked experts."""
+class Parameter(NamedTuple):
+    """A parameter of the whole model."""
 
-    experts: int
-    width: int  # of the dimension that FSDP2 shards where it cannot share out whole experts
+    name: str  # within its layer, or within the model
+    shape: tuple[int, ...]
+    is_trained: bool
+    kind: str  # "cut" by parallel.tensor, "experts" that parallel.expert may spread, else "dense"
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Layer(NamedTuple):
+    """A decoder layer. Layers that are equal are built alike."""
+
+    layer_type: str | None
+    parameters: tuple[Parameter, ...]
 
 
 class Cut(NamedTuple):
@@ -18,12 +37,25 @@ class Cut(NamedTuple):
 
     name: str
     shape: tuple[int, int]
-    width: int  # the elements of the dimension that is cut
+    dimension: int  # 0: by rows, 1: by columns
 
 
-@dataclass(frozen=True)
-class Built:
-    """What the model on meta says beyond its config.json."""
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What config.json says of a model: it decides which meshes and settings it may have."""
+
+    kind: str  # its `model_type`
+    path: str  # model.path
+    positions: int  # the most tokens of a row; 0: any number
+    n_layers: int  # 0: not known
+    numbers_of_heads: tuple[int, ...]  # of query heads, each once
+    numbers_of_experts: tuple[int, ...]  # in a layer, each once
+    refusals: tuple[str, ...] = ()  # of quantised weights, and of lora.targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(Facts):
+    """What the whole model on meta says beyond its config.json."""
 
     has_layer_list: bool  # all layers are in one list, and a head follows
     recomputes: bool  # layers can be computed again
@@ -35,21 +67,20 @@ class Built:
     has_placements: bool  # FSDP2 shards parts of matrices, as from PyTorch 2.13 on
     uncut: str  # why its plan does not cut all attention; empty: it does
     cut: tuple[Cut, ...]
-    heads: tuple[tuple[int, int], ...]  # query heads and key heads of each layer
+    heads: tuple[Heads, ...]  # of each layer
     has_experts: bool
     has_expert_plan: bool
-    stacks: tuple[Stack, ...]  # each shape once
+    stacks: tuple[tuple[int, int], ...]  # experts and last dimension of stacks, each pair once
+    top_k: int  # experts that a token meets at most; 1 without experts
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    embedding: tuple[Parameter, ...]
+    behind: tuple[Parameter, ...]  # neither in a layer nor in the embedding
+    is_tied: bool  # embedding and head are one weight
+    costs: tuple[float, tuple[float, ...], float]  # of embedding, layers and head: `stage_costs`
+    flops: ModelFlops | None  # None: not known
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What decides which meshes and settings a model may have."""
-
-    kind: str  # its `model_type`
-    path: str  # model.path
-    positions: int  # the most tokens of a row; 0: any number
-    layers: int  # 0: not known
-    heads: tuple[int, ...]  # numbers of query heads, each once
-    experts: tuple[int, ...]  # numbers of experts in a layer, each once
-    unread: str = ""  # why its quantised weights are not read
-    built: Built | None = None  # None: config.json alone was read
+    def numel(self, trained: bool = False) -> int:
+        """Return the number of parameters, or of trained ones alone."""
+        parts = (self.embedding, self.behind, *(layer.parameters for layer in self.layers))
+        return sum(p.numel for part in parts for p in part if p.is_trained or not trained)

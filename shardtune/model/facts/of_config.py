@@ -58,14 +58,15 @@ def facts_of_config(path: str) -> Facts:
     settings = SimpleNamespace(**text)
     heads = traits.heads(settings).queries
     experts = traits.number(settings, *traits.EXPERTS)
+    unread = unread_quantisation(quantisation_of(values, folder), text.get("expert_dtype"), path)
     return Facts(
         kind=str(values.get("model_type")),
         path=path,
         positions=traits.number(settings, "max_position_embeddings"),
-        layers=traits.number(settings, "num_hidden_layers"),
-        heads=(heads,) if heads else (),
-        experts=(experts,) if experts else (),
-        unread=unread_quantisation(quantisation_of(values, folder), text.get("expert_dtype"), path),
+        n_layers=traits.number(settings, "num_hidden_layers"),
+        numbers_of_heads=(heads,) if heads else (),
+        numbers_of_experts=(experts,) if experts else (),
+        refusals=(unread,) if unread else (),
     )
 
 

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from shardtune.distributed.layout import Layout
 from shardtune.errors import divisors_text
-from shardtune.model.facts.facts import Built, Facts
+from shardtune.model.facts.facts import Facts, ModelFacts
 
 # Architectures that would need code of their own, and architectures to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
@@ -29,14 +29,14 @@ _INSTEAD |= dict.fromkeys(
 def problems(facts: Facts, layout: Layout) -> Iterator[str]:
     """Yield every reason why a model cannot be trained on a mesh with its settings."""
     length, positions = layout.max_length, facts.positions
-    yield from filter(None, [not_trained(facts.kind), facts.unread])
+    yield from filter(None, [not_trained(facts.kind), *facts.refusals])
     if 0 < positions < length:
         yield (
             f"data.max_length={length} is beyond the {positions} positions of {facts.path} - "
             f"use data.max_length={positions} or less"
         )
-    if facts.built:
-        yield from _inexact(facts.kind, facts.built, layout)
+    if isinstance(facts, ModelFacts):
+        yield from _inexact(facts, layout)
     yield from tensor_problems(facts, layout.tensor)
     yield from context_problems(facts, layout.context, length)
     yield from expert_problems(facts, layout.expert, layout.expert_shards)
@@ -62,25 +62,26 @@ def _too_old(key: str, degree: int, work: str) -> str:
     )
 
 
-def _inexact(kind: str, built: Built, layout: Layout) -> Iterator[str]:
+def _inexact(facts: ModelFacts, layout: Layout) -> Iterator[str]:
     """Yield the features that would make a record's loss depend on others."""
-    if layout.recomputes and not built.recomputes:
+    kind = facts.kind
+    if layout.recomputes and not facts.recomputes:
         yield f"{kind} cannot compute layers again - use model.activation_checkpointing=none"
     is_shared = layout.row_ranks > 1
     if not (layout.packing or is_shared) and layout.micro_batch_size == 1:
         return  # each record is alone in its forward, and whole
     alone = "data.packing=false with train.micro_batch_size=1"
     alone += f" and {layout.row_key}=1" * is_shared
-    short = built.short_rope
+    short = facts.short_rope
     if short is not None and layout.max_length > short:
         yield (
             f"{kind} takes other rope factors for a whole forward once one of its records is "
             f"longer than {short} tokens - use data.max_length={short} or less, or {alone}"
         )
     tokens = layout.max_length * layout.micro_batch_size
-    if built.scaled_from is not None and tokens > built.scaled_from:
+    if facts.scaled_from is not None and tokens > facts.scaled_from:
         yield (
-            f"{kind} scales queries by their place in the row from {built.scaled_from:.0f} tokens "
+            f"{kind} scales queries by their place in the row from {facts.scaled_from:.0f} tokens "
             "on, so a record's loss would depend on those before it - lower data.max_length x "
             f"train.micro_batch_size to that, or use {alone}"
         )
@@ -90,27 +91,25 @@ def context_problems(facts: Facts, degree: int, max_length: int | None = None) -
     """Yield why `degree` ranks cannot share rows. `max_length` None: of any length."""
     if degree == 1:
         return
-    for heads in facts.heads:
+    for heads in facts.numbers_of_heads:
         if heads % degree:
             yield (
                 f"parallel.context={degree} does not divide the {heads} heads of {facts.kind} - "
                 f"use one of {divisors_text(heads)} that divides world size / parallel.stages too"
             )
-    if facts.built:
-        yield from _row_problems(facts.kind, facts.built, f"parallel.context={degree}", max_length)
+    if isinstance(facts, ModelFacts):
+        yield from _row_problems(facts, f"parallel.context={degree}", max_length)
 
 
-def _row_problems(
-    kind: str, built: Built, key: str, max_length: int | None = None
-) -> Iterator[str]:
+def _row_problems(facts: ModelFacts, key: str, max_length: int | None = None) -> Iterator[str]:
     """Yield what a rank with a slice of a row cannot compute. `key`: a key with its value."""
-    alone = f"{key.partition('=')[0]}=1"
-    if built.keeps_state:
+    kind, alone = facts.kind, f"{key.partition('=')[0]}=1"
+    if facts.keeps_state:
         yield (
             f"{key}: layers of {kind} hand a state along the row, of which a rank has a slice - "
             f"use {alone}"
         )
-    chosen = built.chosen_keys
+    chosen = facts.chosen_keys
     if chosen and (max_length is None or max_length > chosen):
         shorter = f", or data.max_length={chosen}" * (max_length is not None)
         yield (
@@ -121,60 +120,61 @@ def _row_problems(
 
 def tensor_problems(facts: Facts, degree: int) -> Iterator[str]:
     """Yield why `degree` ranks cannot share the matrices of a model's layers."""
-    kind, built, key = facts.kind, facts.built, f"parallel.tensor={degree}"
+    kind, key = facts.kind, f"parallel.tensor={degree}"
     if degree == 1:
         return
     if not has_new_transformers():
         yield _too_old("parallel.tensor", degree, "cut matrices")
         return
-    if not built:
+    if not isinstance(facts, ModelFacts):
         return
-    if not built.has_placements:
+    if not facts.has_placements:
         yield f"{key} needs PyTorch 2.13 or newer - install it, or use parallel.tensor=1"
         return
-    if found := list(_row_problems(kind, built, key)):
+    if found := list(_row_problems(facts, key)):
         yield from found
         return
     # A model without transformers' attention interface attends under a mask.
-    is_shared = built.takes_attention and not any(context_problems(facts, degree, 1))
+    is_shared = facts.takes_attention and not any(context_problems(facts, degree, 1))
     instead = f"use parallel.context={degree}, or parallel.tensor" * is_shared
     instead = instead or "use parallel.tensor"
-    if built.uncut:
-        yield f"{key}: transformers' plan of {kind} {built.uncut} - {instead}=1"
+    if facts.uncut:
+        yield f"{key}: transformers' plan of {kind} {facts.uncut} - {instead}=1"
         return
-    for queries, keys in built.heads:
-        if keys % degree:
-            context = f", or parallel.context={degree}" * (queries % degree == 0)
+    for heads in facts.heads:
+        if heads.keys % degree:
+            context = f", or parallel.context={degree}" * (heads.queries % degree == 0)
             yield (
-                f"{key} does not divide the {keys} key heads of {kind} - use "
-                f"parallel.tensor={gcd(degree, keys)}{context}"
+                f"{key} does not divide the {heads.keys} key heads of {kind} - use "
+                f"parallel.tensor={gcd(degree, heads.keys)}{context}"
             )
             return
-    if undivided := [cut for cut in built.cut if cut.width % degree]:
-        nearest = gcd(degree, *(cut.width for cut in undivided))
+    if undivided := [cut for cut in facts.cut if cut.shape[cut.dimension] % degree]:
+        nearest = gcd(degree, *(cut.shape[cut.dimension] for cut in undivided))
         named = f"{undivided[0].name} of {kind}, {[*undivided[0].shape]}"
         yield f"{key} does not divide {named} - {instead}={nearest}"
 
 
 def expert_problems(facts: Facts, degree: int, copies: int) -> Iterator[str]:
     """Yield why experts cannot be spread over `degree` ranks, and each part over `copies` ranks."""
-    kind, built, key = facts.kind, facts.built, f"parallel.expert={degree}"
+    kind, key = facts.kind, f"parallel.expert={degree}"
     if degree == 1:
         return
     if not has_new_transformers():
         yield _too_old("parallel.expert", degree, "spread experts")
         return
-    if built and not (built.has_expert_plan and built.stacks):
-        lack = "no plan to spread its experts over ranks" if built.has_experts else "no experts"
+    is_built = isinstance(facts, ModelFacts)
+    if is_built and not (facts.has_expert_plan and facts.stacks):
+        lack = "no plan to spread its experts over ranks" if facts.has_experts else "no experts"
         yield f"{key}: {kind} has {lack} - use parallel.expert=1"
-    for number in facts.experts:
+    for number in facts.numbers_of_experts:
         if number % degree:
             yield (
                 f"{key} does not divide the {number} experts of {kind} - use one of "
                 f"{divisors_text(number)} that divides world size / parallel.replicate too"
             )
     # transformers cannot read the empty slices of files that hold stacks.
-    for number, width in built.stacks if built else ():
+    for number, width in facts.stacks if is_built else ():
         experts = number // degree
         leaves_empty = number % degree == 0 and leaves_empty_slices(experts, copies)
         if leaves_empty and width % copies:
@@ -185,16 +185,16 @@ def expert_problems(facts: Facts, degree: int, copies: int) -> Iterator[str]:
 
 
 def _stage_problems(facts: Facts, layout: Layout) -> Iterator[str]:
-    stages, layers, kind = layout.stages, facts.layers, facts.kind
+    stages, layers, kind = layout.stages, facts.n_layers, facts.kind
     if stages == 1:
         return
     key = f"parallel.stages={stages}"
     if 0 < layers < stages:
         fewer = [n for n in range(1, layers + 1) if layout.ranks % n == 0]
         yield f"{key}: {kind} has {layers} layers - use parallel.stages={fewer[-1]}"
-    elif facts.built and not facts.built.has_layer_list:
+    elif isinstance(facts, ModelFacts) and not facts.has_layer_list:
         yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
-    if facts.built and layout.micro_batches < stages:
+    if isinstance(facts, ModelFacts) and layout.micro_batches < stages:
         yield (
             f"{key}: train.gradient_accumulation_steps={layout.micro_batches} gives a step fewer "
             f"micro-batches than stages, which then never all work - use {stages} or more"

@@ -73,11 +73,6 @@ def has_expert_plan(model: PreTrainedModel) -> bool:
     return bool(plan) and _MODULE in _plan_of_experts(model).values()
 
 
-def spread_shapes(model: PreTrainedModel) -> list[torch.Size]:
-    """Return the shapes of the stacks that `parallel.expert` spreads."""
-    return [model.get_parameter(n).shape for n in spread_stacks(model) if not is_factor(n)]
-
-
 def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
     plan = _plan_of_experts(model) if has_new_transformers() and model.ep_plan else {}

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from math import gcd
-from typing import Any, NamedTuple, cast
-
-from torch import nn
-from transformers import PreTrainedModel
+from math import gcd, prod
+from typing import NamedTuple
 
 from shardtune.distributed.layout import BYTES, Layout
-from shardtune.model.facts.of_model import facts_of_model
+from shardtune.model.facts.facts import ModelFacts, Parameter
 from shardtune.model.facts.problems import context_problems, expert_problems, tensor_problems
-from shardtune.model.moe.spread import spread_stacks
-from shardtune.model.stages import layers_of_stages
-from shardtune.model.tensor_parallel import cut_modules, cut_parameters
-from shardtune.model.traits import decoder_layers, heads, is_stack, most_of_layers, top_k
+from shardtune.model.stages import divided
 from shardtune.optimizers.rounding import SCALE_BLOCK
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Collective
 from shardtune.training.states.reshard import KeptBytes, ReshardPolicy, decide, room_beside
@@ -83,42 +77,24 @@ class Keeps(NamedTuple):
 class Shapes:
     """Sizes of each stage of a model, from the shapes of its parameters."""
 
-    def __init__(self, whole: PreTrainedModel) -> None:
-        """Read `whole`: the unsharded model with its adapters, as `whole_on_meta` returns it."""
-        self.n_layers = len(decoder_layers(whole))
-        self.hidden_size = most_of_layers(whole, "hidden_size")
-        self.top_k = top_k(whole)
-        self.heads = [heads(layer) for layer in whole.config.get_text_config().per_layer_config]
-        facts = facts_of_model(whole)
-        kinds = dict.fromkeys(spread_stacks(whole), "experts")
-        kinds |= dict.fromkeys(cut_parameters(whole), "cut")
-        names = {parameter: name for name, parameter in whole.named_parameters()}
-
-        def sizes(module: nn.Module, left_out: Sequence[nn.Module] = ()) -> Sizes:
-            others = {p for left in left_out for p in left.parameters()}
-            parameters = [p for p in module.parameters() if p not in others]
-            return _sizes({names[p]: p for p in parameters}, kinds, self.top_k)
-
-        columns = {
-            cast(nn.Linear, whole.get_submodule(name)).in_features
-            for name, style in cut_modules(whole).items()
-            if style == "rowwise"
-        }
-        layers = decoder_layers(whole)
-        per_layer = [sizes(layer) for layer in layers]
-        looked_up: Any = whole.get_input_embeddings()
-        embedding, behind = sizes(looked_up), sizes(whole, [*layers, looked_up])
-        is_tied = bool(whole.all_tied_weights_keys)
+    def __init__(self, facts: ModelFacts) -> None:
+        """Compute the sizes of the layers, and of what stands around them."""
+        self.n_layers, self.hidden_size = facts.n_layers, facts.hidden_size
+        self.top_k, self.heads = facts.top_k, facts.heads
+        per_layer = [_sizes(layer.parameters, self.top_k) for layer in facts.layers]
+        embedding, behind = (
+            _sizes(parameters, self.top_k) for parameters in (facts.embedding, facts.behind)
+        )
         # Elements of a trained weight that is both embedding and head.
-        self.shared_numel = embedding.trained if is_tied else 0
+        self.shared_numel = embedding.trained if facts.is_tied else 0
 
         @cache
         def by_stage(number: int) -> list[StageSizes]:
             parts = []
-            for stage, layers_of_stage in enumerate(layers_of_stages(whole, number)):
+            for stage, layers_of_stage in enumerate(divided(facts.costs, number)):
                 around = [behind] if stage == number - 1 else []
                 is_first = stage == 0
-                if is_first or (is_tied and stage == number - 1):
+                if is_first or (facts.is_tied and stage == number - 1):
                     around.append(embedding)
                 chosen = per_layer[layers_of_stage.start : layers_of_stage.stop]
                 largest = max(chosen, key=lambda s: s.numel, default=Sizes())
@@ -136,6 +112,7 @@ class Shapes:
         @cache
         def may_cut(ranks: int, has_blocks: bool) -> bool:
             """`has_blocks`: parts of columns are whole blocks of one scale."""
+            columns = [cut.shape[1] for cut in facts.cut if cut.dimension]
             is_whole = not has_blocks or not any(n // ranks % SCALE_BLOCK for n in columns)
             return is_whole and next(tensor_problems(facts, ranks), None) is None
 
@@ -163,17 +140,16 @@ def _sum(sizes: Sequence[Sizes]) -> Sizes:
     return Sizes(*map(sum, zip(Sizes(), *sizes, strict=True)))
 
 
-def _sizes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str], met: int) -> Sizes:
+def _sizes(parameters: Sequence[Parameter], top_k: int) -> Sizes:
     counted: Counter[str] = Counter()
-    for name, parameter in parameters.items():
-        kind = kinds.get(name, "dense")
-        counted[kind] += parameter.numel()
-        counted[f"trained_{kind}"] += parameter.numel() * parameter.requires_grad
-        width, height = parameter.shape[-1], parameter.shape[-2] if parameter.dim() > 1 else 0
-        products = "expert_products" if is_stack(parameter) else "dense_products"
-        counted[products] += (width + height) * (met if is_stack(parameter) else 1)
-    cut = [name for name in parameters if kinds.get(name) == "cut"]
-    blocks = {name.rpartition(".")[0].rpartition(".")[0] for name in cut}
+    for _, shape, is_trained, kind in parameters:
+        numel = prod(shape)
+        counted[kind] += numel
+        counted[f"trained_{kind}"] += numel * is_trained
+        sides, is_stack = sum(shape[-2:]), len(shape) == 3
+        products = "expert_products" if is_stack else "dense_products"
+        counted[products] += sides * (top_k if is_stack else 1)
+    blocks = {p.name.rsplit(".", 2)[0] for p in parameters if p.kind == "cut"}
     return Sizes(**counted, exchanges=int(counted["experts"] > 0), blocks=len(blocks))
 
 

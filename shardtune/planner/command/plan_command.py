@@ -71,7 +71,7 @@ def _nodes_needed(plan: Plan, simulations: Simulations) -> dict[str, Estimate | 
     if plan.config.lora.rank:
         return {"adapters": Search(plan, simulations).fewest_nodes()}
     config = with_values(plan.config, ADAPTERS)
-    adapters = bound_plan(config, simulations.model_config, plan.machine)
+    adapters = bound_plan(config, simulations.model_config, plan.machine, simulations=simulations)
     settings = " ".join(as_arguments(ADAPTERS))
     return {
         "all weights": Search(plan, simulations).fewest_nodes(),
@@ -93,7 +93,7 @@ def plan_config(
     config = read_run_config(options)
     model_config, machine = read_planned_config(config), machine_of(options, config)
     simulations = Simulations(model_config)
-    bound = bound_plan(config, model_config, machine)
+    bound = bound_plan(config, model_config, machine, simulations=simulations)
     show(by_arithmetic(Search(bound, simulations).configured))
     require_runnable(config, model_config, say)
     say("simulating a step as configured")

@@ -146,7 +146,7 @@ def _search(
         rows = machine.layout(config).rows_per_micro_batch
         config = with_values(config, {_ACCUMULATION: max(1, _ROWS // rows)})
     # The search simulates the meshes that it finds; the one that it begins with may fit nowhere.
-    plan = bound_plan(config, simulations.model_config, machine)
+    plan = bound_plan(config, simulations.model_config, machine, simulations=simulations)
     return Search(plan, simulations, say=say)
 
 

@@ -9,26 +9,22 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
+from shardtune.config import Config
+from shardtune.distributed.world import World
+from shardtune.model.build import read_facts
+from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.source.small_copy import with_layers
-from shardtune.model.stages import layers_of_stages
-from shardtune.model.traits import decoder_layers, layer_types
+from shardtune.model.stages import divided
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Peak
 from shardtune.planner.simulation.at_once import at_once
 from shardtune.planner.simulation.simulate import Measured, Step, simulate
 
 # The fewest layers of a shallow model, so that its middle prefetches as a deep model's does.
 _FEWEST_LAYERS = 4
-
-
-class LayerKind(NamedTuple):
-    """The type of a layer, and the names and shapes of its parameters."""
-
-    layer_type: str | None
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 Known = dict[Hashable, Measured]
@@ -40,6 +36,14 @@ class Simulations:
     def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
         self.model_config, self._imbalance = model_config, imbalance
         self._measured: Known = {}
+        self._facts: dict[str, ModelFacts] = {}  # by the adapters
+
+    def facts(self, config: Config, world: World) -> ModelFacts:
+        """Return the facts of the model with its adapters, which are read once."""
+        adapters = config.lora.model_dump_json()
+        if adapters not in self._facts:
+            self._facts[adapters] = read_facts(config, self.model_config, world)
+        return self._facts[adapters]
 
     def known(self) -> Known:
         """Return what another process may `learn`."""
@@ -49,11 +53,10 @@ class Simulations:
         """Take over what another process has measured."""
         self._measured |= known
 
-    def measure(self, step: Step, whole: PreTrainedModel) -> Measured:
+    def measure(self, step: Step, facts: ModelFacts) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
-        layout = step.world.layout
-        layers = layers_of_stages(whole, layout.stages)[step.world.stage]
-        kinds = layer_kinds(whole)[layers.start : layers.stop]
+        layers = divided(facts.costs, step.world.layout.stages)[step.world.stage]
+        kinds = facts.layers[layers.start : layers.stop]
         step = replace(step, imbalance=self._imbalance)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
@@ -76,17 +79,6 @@ def _key(step: Step) -> Hashable:
     sections = config.model.model_dump_json(), config.lora.model_dump_json()
     place = world.local_size, world.stage
     return step.layers, layout, sections, step.policy, *place, step.tiles
-
-
-def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
-    """Return a kind for each decoder layer; layers that are built alike are of one kind."""
-    config = model.config.get_text_config()
-    types = layer_types(config)
-    kinds: list[LayerKind] = []
-    for i, layer in enumerate(decoder_layers(model)):
-        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-        kinds.append(LayerKind(types[i] if i < len(types) else None, shapes))
-    return kinds
 
 
 def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
