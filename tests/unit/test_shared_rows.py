@@ -11,7 +11,7 @@ from helpers.configs import configured
 
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
-from shardtune.model.build import require_trainable
+from shardtune.model.build import read_facts, require_trainable
 from shardtune.model.facts.trial import require_exact_copy
 from shardtune.planner.simulation.simulate import fake_world
 
@@ -35,8 +35,9 @@ def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
     model_config = packing_families.config_of(family, **SETTINGS.get(family, {}))
     try:
         with fake_world(Layout.of(config, ranks), ranks) as world:
+            facts = read_facts(config, model_config, world)
             all_of(
-                lambda: require_trainable(config, model_config, world),
+                lambda: require_trainable(facts, config, model_config, world),
                 lambda: require_exact_copy(Layout.of(config), model_config),
             )
     except UserError as error:

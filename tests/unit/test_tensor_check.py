@@ -11,7 +11,7 @@ from helpers.configs import configured
 
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
-from shardtune.model.build import require_trainable
+from shardtune.model.build import read_facts, require_trainable
 from shardtune.model.facts.of_config import require_possible
 from shardtune.model.facts.trial import require_exact_copy
 from shardtune.planner.simulation.simulate import fake_world
@@ -31,8 +31,9 @@ def problems(family: str, *assignments: str, **settings: Any) -> list[str]:
     layout = Layout.of(config, 4)
     try:
         with fake_world(layout, 4) as world:
+            facts = read_facts(config, model_config, world)
             all_of(
-                lambda: require_trainable(config, model_config, world),
+                lambda: require_trainable(facts, config, model_config, world),
                 lambda: require_exact_copy(layout, model_config),
             )
     except UserError as error:
