@@ -37,8 +37,7 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.training.data_and_schedule import make_schedule, read_data
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
     from shardtune.training.garbage_collection import collect_if_due, collected_by_micro_batch
-    from shardtune.training.observers.metrics import StepStats, all_gather_step_stats
-    from shardtune.training.observers.observer import StepEnded
+    from shardtune.training.observers.metrics import StepEnded, StepStats, all_gather_step_stats
     from shardtune.training.out_of_memory import step_fits, weights_fit
     from shardtune.training.prefetch import prefetch
     from shardtune.training.read_model import read_model_files

@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.quantizers import AutoHfQuantizer
 
-from shardtune.checkpoint.export.listing import read_listing
+from shardtune.checkpoint.assets import read_listing
 from shardtune.checkpoint.run_dir import ADAPTER, BEST
 from shardtune.config_io import read_written
 from shardtune.distributed.join import native_dtype

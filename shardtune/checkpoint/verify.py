@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.export.listing import LISTING, Listing, read_listing
+from shardtune.checkpoint.assets import LISTING, Listing, read_listing
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 from shardtune.units import gb
 

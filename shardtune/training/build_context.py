@@ -9,9 +9,13 @@ from typing import NamedTuple
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
-from shardtune.checkpoint.export.best import Best
-from shardtune.checkpoint.export.live import LiveModel
-from shardtune.checkpoint.export.step_models import StepModels, is_step_model, step_model
+from shardtune.checkpoint.export.live import (
+    Best,
+    LiveModel,
+    StepModels,
+    is_step_model,
+    step_model,
+)
 from shardtune.config import Config
 from shardtune.config_io import write_config
 from shardtune.data.dataset import PreparedData
@@ -30,13 +34,11 @@ from shardtune.run_files import METRICS
 from shardtune.training import optim
 from shardtune.training.context import Prediction, TrainContext
 from shardtune.training.observers.expert_balance import ExpertBalance
-from shardtune.training.observers.export_command import ExportCommand
-from shardtune.training.observers.loss_spikes import LossSpikes
+from shardtune.training.observers.export_command import ExportCommand, StepExport, is_due
 from shardtune.training.observers.metrics import Metrics, read_entries
 from shardtune.training.observers.profiler import StepProfiler
 from shardtune.training.observers.sinks import open_sinks
-from shardtune.training.observers.step_export import StepExport, is_due
-from shardtune.training.observers.step_log import StepLog
+from shardtune.training.observers.step_log import LossSpikes, StepLog
 from shardtune.training.observers.stragglers import Stragglers
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.pipeline import Stage
@@ -221,8 +223,7 @@ def open_exports(
             if run.resumed and (kept := best.resume(run.resumed)):
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
-            in_use = command.models_in_use
-            models = StepModels(run.directory, live, to_be_saved, keep, in_use, world)
+            models = StepModels(run.directory, live, to_be_saved, keep, world)
     return best, command, StepExport(models, command, schedule, config.export)
 
 

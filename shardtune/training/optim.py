@@ -19,8 +19,8 @@ from shardtune.log import logger
 from shardtune.metrics_schema import RefusedEntry
 from shardtune.optimizers.rules import find_rule
 from shardtune.training.context import TrainContext
-from shardtune.training.observers.loss_spikes import inspect_command
 from shardtune.training.observers.metrics import StepStats
+from shardtune.training.observers.step_log import inspect_command
 from shardtune.training.states.host_states import HostStates
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.sent_gradients import row_norms

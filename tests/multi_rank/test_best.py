@@ -29,8 +29,8 @@ from helpers.small_runs import (
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.best import Best
-from shardtune.checkpoint.export.listing import listing_json, read_listing
+from shardtune.checkpoint.assets import listing_json, read_listing
+from shardtune.checkpoint.export.live import Best
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.training import evaluate
 

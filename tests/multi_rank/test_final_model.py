@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.assets import read_listing
 from shardtune.checkpoint.export import model_files, write
-from shardtune.checkpoint.export.listing import read_listing
 
 Runs = Callable[[str, int], Path]
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.

@@ -21,8 +21,8 @@ from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, w
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.listing import LISTING, listing_json, read_listing
-from shardtune.checkpoint.export.step_models import StepModels
+from shardtune.checkpoint.assets import LISTING, listing_json, read_listing
+from shardtune.checkpoint.export.live import StepModels
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.training.build_context import find_pending_model
 from shardtune.training.observers.export_command import ExportCommand
@@ -155,7 +155,7 @@ def test_a_model_that_is_deleted_in_part_has_its_name_no_more(tmp_path, monkeypa
     live: Any = SimpleNamespace()
     world = world_of(0, 1, dist.HashStore())
     monkeypatch.setattr(durable_fs, "delete", Mock(side_effect=OSError))
-    StepModels(RunDir(tmp_path, [0], None), live, 0, 1, list, world).delete_old(2)
+    StepModels(RunDir(tmp_path, [0], None), live, 0, 1, world).delete_old(2, [])
     assert names(tmp_path / "models") == [".step_0000001.writing", "step_0000002"]
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from shardtune.__main__ import run
 from shardtune.ask import Model
-from shardtune.checkpoint.export.listing import LISTING, listing_json
+from shardtune.checkpoint.assets import LISTING, listing_json
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 

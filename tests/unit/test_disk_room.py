@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from shardtune.checkpoint import Saver, clear_leftovers, durable_fs
 from shardtune.checkpoint.commit import SaveAttempt
-from shardtune.checkpoint.export.step_models import StepModels
+from shardtune.checkpoint.export.live import StepModels
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.errors import UserError
 from shardtune.log import setup_logging
@@ -53,7 +53,7 @@ def test_a_model_of_a_step_leaves_room_for_the_next_checkpoint(
     monkeypatch.setattr(durable_fs, "free_bytes", lambda _: free * GB)
     live: Any = SimpleNamespace(n_bytes=6 * GB, write=write)
     world = world_of(0, 1, dist.HashStore())
-    models = StepModels(RunDir(tmp_path, [0], None), live, lambda: 10 * GB, 1, list, world)
+    models = StepModels(RunDir(tmp_path, [0], None), live, lambda: 10 * GB, 1, world)
     assert bool(models.write(1)) == bool(written) == is_written
 
 

@@ -13,7 +13,7 @@ from helpers.thread_ranks import save_steps
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import verify_checkpoint
-from shardtune.checkpoint.export.listing import LISTING, listing_json
+from shardtune.checkpoint.assets import LISTING, listing_json
 
 
 @pytest.fixture

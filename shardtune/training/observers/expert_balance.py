@@ -18,8 +18,7 @@ from shardtune.log import logger
 from shardtune.metrics_schema import ExpertsEntry, LayerBalance
 from shardtune.model.moe.counts import count_tokens
 from shardtune.model.moe.spread import stacked_experts
-from shardtune.training.observers.metrics import Metrics
-from shardtune.training.observers.observer import StepEnded, StepObserver
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 _STARVING_STEPS = 100
 

@@ -1,7 +1,7 @@
-"""`export.command`: a shell command of the user's that node 0 runs beside the training.
+"""Models of steps, and `export.command`: a shell command that node 0 runs beside the training.
 
-It gets a written model, and its last line may be a score. Commands run one at a time, and of those
-that wait the newest is kept.
+The command gets a written model, and its last line may be a score. Commands run one at a time, and
+of those that wait the newest is kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.export.live import StepModels
 from shardtune.checkpoint.run_dir import COMMANDS
+from shardtune.config import ExportConfig
+from shardtune.data.schedule import Schedule
 from shardtune.log import logger, quoted
 from shardtune.metrics_schema import ScoreEntry
-from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 # The command is no rank, and must not take part in the run.
 _OF_RANKS = {
@@ -187,3 +190,39 @@ def _scores(line: str) -> dict[str, float]:
             scores = {key: float(value) for key, value in values.items()}
             return scores if all(map(math.isfinite, scores.values())) else {}
     return {}
+
+
+def is_due(step: int, schedule: Schedule, config: ExportConfig) -> bool:
+    """Return whether the model of a step is due. The last step's is the final one, if any."""
+    is_final = config.final and step == schedule.total_steps
+    return schedule.is_due(step, config.every_steps) and not is_final
+
+
+class StepExport(StepObserver):
+    """Writes models between steps. `models`: None without `export.every_steps`."""
+
+    def __init__(
+        self,
+        models: StepModels | None,
+        command: ExportCommand,
+        schedule: Schedule,
+        config: ExportConfig,
+    ) -> None:
+        self._models, self._command = models, command
+        self._schedule, self._config, self._step = schedule, config, 0
+
+    def step_ended(self, ended: StepEnded) -> None:
+        self._step = ended.step.number
+
+    def between_steps(self) -> None:
+        if is_due(self._step, self._schedule, self._config):
+            self.write(self._step)
+        self._command.poll()
+
+    def write(self, step: int) -> None:
+        """Write the model of a step, and start the command for it."""
+        if not self._models:
+            return
+        if model := self._models.write(step):
+            self._command.start(model, step)
+        self._models.delete_old(step, self._command.models_in_use())
