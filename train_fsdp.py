@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from enum import Enum, auto
 from pathlib import Path
 
-from shardtune.imports import imports_without_gc
+from shardtune.garbage_collection import imports_without_gc
 
 with imports_without_gc():  # else each start takes a second longer
     import torch
@@ -29,6 +29,7 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.distributed.progress import Phase
     from shardtune.distributed.signals import StopRequest, end_on_signal
     from shardtune.errors import AGAIN, Preempted
+    from shardtune.garbage_collection import collect_if_due, collected_by_micro_batch
     from shardtune.log import logger
     from shardtune.planner.run_plan import RunPlan
     from shardtune.training import optim
@@ -36,7 +37,6 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.training.context import TrainContext
     from shardtune.training.data_and_schedule import make_schedule, read_data
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
-    from shardtune.training.garbage_collection import collect_if_due, collected_by_micro_batch
     from shardtune.training.observers.metrics import StepEnded, StepStats, all_gather_step_stats
     from shardtune.training.out_of_memory import step_fits, weights_fit
     from shardtune.training.prefetch import prefetch

@@ -38,8 +38,8 @@ from transformers.models.auto.modeling_auto import (
 
 import train_fsdp
 from benchmarks.tiny import VOCABULARY, tiny_config
-from distTest.workloads.batch import batch_of
 from distTest.workloads.script import REPOSITORY
+from distTest.workloads.small_models import batch_of
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.model_files import WholeModel
 from shardtune.checkpoint.train_state import model_kinds

@@ -25,8 +25,7 @@ from typing import Any
 from distTest.gone import refuse_gone
 from distTest.gpu_check.card import make_card, write_card
 from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, Check
-from distTest.workloads.machine import commit
-from distTest.workloads.script import REPOSITORY, offline
+from distTest.workloads.script import REPOSITORY, commit, offline
 
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 

@@ -12,8 +12,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-from distTest.workloads.machine import versions
-from distTest.workloads.script import REPOSITORY
+from distTest.workloads.script import REPOSITORY, versions
 
 COMMITTED = REPOSITORY / "docs/gpu_cards"
 _PRETENDED = ", pretended, with small shapes: losses count, and rates, times and MFU say nothing"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
-from distTest.workloads.machine import output_of
+from distTest.workloads.script import output_of
 from shardtune.distributed.gpus import use_gpu
 from shardtune.errors import first_line
 from shardtune.model.flops import published_peak

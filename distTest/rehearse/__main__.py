@@ -90,8 +90,8 @@ def _rehearse(options: Namespace, folder: Path) -> None:
 
 def _write_inputs(options: Namespace, folder: Path) -> list[str]:
     """Write model and data; return the arguments of the launch scripts after `--config`."""
-    from distTest.rehearse.tiny_model import make_model  # PyTorch: seconds
-    from distTest.workloads.small_models import ROW_TOKENS, write_rows
+    # PyTorch: seconds
+    from distTest.workloads.small_models import ROW_TOKENS, make_model, write_rows
 
     config = load_config(options.config, options.assignments, {})
     print(f"Model: {make_model(config.model.path, options.ranks, folder / 'model')}")

@@ -21,9 +21,8 @@ from shardtune.optimizers.rules import find_rule
 from shardtune.training.context import TrainContext
 from shardtune.training.observers.metrics import StepStats
 from shardtune.training.observers.step_log import inspect_command
-from shardtune.training.states.host_states import HostStates
+from shardtune.training.states.host_states import HostStates, row_norms
 from shardtune.training.states.replica_shards import OwnedParameters
-from shardtune.training.states.sent_gradients import row_norms
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 _NORM_PIECE = 1 << 24  # elements that are float64 at the same time

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import LENGTHS, one_by_one, some_documents
-from distTest.workloads.batch import batch_of
+from distTest.workloads.small_models import batch_of
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.layout import Layout
