@@ -8,8 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -123,32 +122,6 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The data of a step that the thread writes.
-
-    `tensors` are this rank's own parts, `random` its random states. `began` is a time of
-    perf_counter; `stall_s` is None where training waits until the save has ended.
-    """
-
-    attempt: SaveAttempt
-    state: Mapping[str, Any]
-    tensors: dict[str, torch.Tensor]
-    random: dict[str, torch.Tensor]
-    before_write: Callable[[], None]
-    ended: Callable[[SaveEntry], None]
-    began: float
-    stall_s: float | None
-
-    def has_ended(self, problem: str | None) -> None:
-        seconds = time.perf_counter() - self.began
-        step, stall_s = self.state["step"], seconds if self.stall_s is None else self.stall_s
-        entry = SaveEntry(
-            kind="save", step=step, seconds=seconds, stall_seconds=stall_s, problem=problem
-        )
-        self.ended(entry)
-
-
 class Saver:
     """Saves the checkpoints of one run, one at a time. Every method is collective.
 
@@ -226,13 +199,32 @@ class Saver:
         if self._host:
             self._host.wait()
         random = random_state(self._world.rank, self._world.device)
-        stall_s = None
+        stall_s: float | None = None  # None: training waits until the save has ended
         if self._staging:
             self._staging.copy(tensors)
             stall_s = time.perf_counter() - began
-        work = _Work(attempt, state, tensors, random, before_write, ended, began, stall_s)
+
+        def write(directory: Path) -> dict[str, Any]:
+            before_write()
+            # A GPU may still be copying: the thread waits for it, training does not.
+            written = self._staging.wait() if self._staging else tensors
+            path = directory / rank_file(self._world.rank)
+            return _write_rank_file(path, written | random, self._offsets)
+
+        def has_ended(problem: str | None) -> None:
+            seconds = time.perf_counter() - began
+            entry = SaveEntry(
+                kind="save",
+                step=state["step"],
+                seconds=seconds,
+                stall_seconds=seconds if stall_s is None else stall_s,
+                problem=problem,
+            )
+            ended(entry)
+
         self._outcome = None
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        arguments = (attempt, state, write, has_ended)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
         if not self._staging:
             self._wait()
@@ -257,35 +249,30 @@ class Saver:
         self._attempts.append(attempt)
         return attempt
 
-    def _run(self, work: _Work) -> None:
+    def _run(
+        self,
+        attempt: SaveAttempt,
+        state: Mapping[str, Any],
+        write: Callable[[Path], dict[str, Any]],
+        has_ended: Callable[[str | None], None],
+    ) -> None:
         """Write and commit, in the thread. `_wait` exchanges the outcomes of all ranks."""
-        name, problem = work.attempt.final.name, None
+        name, problem = attempt.final.name, None
+
+        def describe(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            kinds, tied = self._kinds, self._tied_weights
+            return build_manifest(reports, kinds, tied, state, self._hosts, self._world)
+
         try:
-            describe = partial(self._describe, work.state)
-            write_and_commit(work.attempt, partial(self._write, work), describe)
+            write_and_commit(attempt, write, describe)
             logger.info(f"Saved {name}")
             self.not_saved = ""
-            work.has_ended(None)
         except Exception as error:
-            problem = work.attempt.describe(error)
+            problem = attempt.describe(error)
             self.not_saved = f"{name} was not saved: {problem}"
             node_logger.info(f"Not saved: {name}: {problem}")
-            work.has_ended(problem)
+        has_ended(problem)
         self._outcome = [problem]
-
-    def _write(self, work: _Work, directory: Path) -> dict[str, Any]:
-        """Write this rank's file, and return its report."""
-        work.before_write()
-        # A GPU may still be copying: the thread waits for it, training does not.
-        tensors = self._staging.wait() if self._staging else work.tensors
-        path = directory / rank_file(self._world.rank)
-        return _write_rank_file(path, tensors | work.random, self._offsets)
-
-    def _describe(self, state: Mapping[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the manifest of the files that all ranks reported."""
-        return build_manifest(
-            reports, self._kinds, self._tied_weights, state, self._hosts, self._world
-        )
 
     def to_be_saved(self) -> int:
         """Return the bytes of the next checkpoint, and those that a save will still write."""

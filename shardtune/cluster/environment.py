@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import socket
-import tempfile
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +115,6 @@ def read_environment(environ: MutableMapping[str, str], arguments: Sequence[str]
         problems += _path_problems(config)
     except UserError as error:
         problems += error.problems
-    problems += _temporary_directory_problems()
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
     master_ip = _master_ip(master, local_ip, problems)
@@ -155,17 +153,6 @@ def _take_secret(environ: MutableMapping[str, str], problems: list[str]) -> byte
     if secret is not None and not secret.strip():
         problems.append("JOIN_SECRET is empty - set the same long text on every node, or unset it")
     return os.fsencode((secret or "").strip())
-
-
-def _temporary_directory_problems() -> list[str]:
-    try:
-        tempfile.gettempdir()
-    except OSError as error:
-        return [
-            f"no temporary directory can be written ({error.strerror}) - make room in one of them, "
-            "or set TMPDIR to another"
-        ]
-    return []
 
 
 def _path_problems(config: Config) -> list[str]:

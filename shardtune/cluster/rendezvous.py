@@ -35,8 +35,6 @@ from shardtune.errors import UserError, first_few
 _HELLO_TIMEOUT_S = 10.0
 # A node with a problem waits so long for other nodes, to tell them.
 _TELL_S = 3.0
-# A node names the likely causes after so long a wait for the others.
-_LIKELY_CAUSES_AFTER_S = 40.0
 _TRY_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to learn that no machine has an address of its network
 # A worker gives up when its attempts have met the same obstacle for so long. Node 0 may start
@@ -136,7 +134,7 @@ class _Reception:
                 next_word = now + SAY_EVERY_S
                 say(
                     f"waiting for {who}, {started + patience_s - now:.0f} s more ({start}; the way "
-                    f"can be tested there: nc -vz {master} {port}){_likely_causes(started)}"
+                    f"can be tested there: nc -vz {master} {port})"
                 )
             await self._control.next(0.1)
         self._control.tell(refusal(self._problems))
@@ -257,7 +255,7 @@ async def _find_node_0(environment: Environment, control: Control) -> None:
                 last_kind, kind_since, next_word = kind, now, now
             if now >= next_word:
                 next_word = now + SAY_EVERY_S
-                say(f"{me.name} looks for node 0: {result}{_likely_causes(started)}")
+                say(f"{me.name} looks for node 0: {result}")
             lasted_s, waited_s = time.monotonic() - kind_since, time.monotonic() - started
             if lasted_s >= _GIVE_UP_AFTER_S.get(kind, 0.0) or waited_s >= patience_s:
                 problem = _why_not_found(kind, str(result), lasted_s, environment)
@@ -297,13 +295,4 @@ def _why_not_found(kind: str, words: str, lasted_s: float, environment: Environm
         f"nothing answers at MASTER_ADDR {master} from {me} for {lasted_s:.0f} s ({words}) - "
         f"check that this is node 0's address and that its machine is up (`ping {master}`); if it "
         f"is, port {port} is blocked: open it, and all others between the nodes, in the firewall"
-    )
-
-
-def _likely_causes(started: float) -> str:
-    if time.monotonic() - started < _LIKELY_CAUSES_AFTER_S:
-        return ""
-    return (
-        ". Likely by now: the other node is not started or has ended (its log says why), it has "
-        "another MASTER_ADDR or MASTER_PORT, or a firewall is in the way"
     )

@@ -58,17 +58,10 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     speed = "All real tokens, over all ranks; evaluations and saves left out."
     mfu = "The model's arithmetic as a share of the devices' peak."
     memory = "The most that any rank has held so far."
-    waiting = "Of each step's time, on the rank that waited longest for its batches."
     phases = (
         "Of the slowest rank, which waits for no other but for the communication. Above a third, "
         "the run is bound by it: by the network, between nodes."
     )
-    slowest = (
-        "Its own time, without waiting, as a multiple of the median rank's, over ten steps each."
-    )
-    entropy = "Of the router's choices in the least even layer; 1 is even."
-    idle = "Experts that no token chose in the step, over all layers."
-    full = "Tokens of the fullest rank as a multiple of the mean, in the least even layer."
     charts = [
         chart("loss", "Loss", "nats per token", loss, _field("loss")),
         chart("perplexity", "Evaluation perplexity", "perplexity", perplexity, _perplexity),
@@ -80,14 +73,8 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
             chart("memory", "Memory per rank", "GB", memory, _field("memory_bytes", scale=1e-9)),
             levels=_planned(runs),
         ),
-        chart("waiting", "Waiting for data", "% of a step", waiting, _waiting),
         chart("phases", "How a step divides", "% of a step", phases, _phases),
-        chart("ranks", "Slowest rank", "x the median", slowest, _field("ratio", "ranks")),
-        chart("saves", "Checkpoints", "seconds", "How long each save took.", _saves),
         *_scores(runs),
-        chart("router", "Router entropy", "entropy", entropy, _over_layers("entropy", min)),
-        chart("idle", "Idle experts", "experts", idle, _over_layers("without_tokens", sum)),
-        chart("balance", "Fullest rank", "x the mean", full, _over_layers("rank_imbalance", max)),
     ]
     last_step = max(run.last_step for run in runs)
     return [replace(chart, last_step=last_step) for chart in charts if chart.curves]
@@ -121,20 +108,6 @@ def _label(run: RunRecord, runs: Sequence[RunRecord], what: str) -> str:
     return ", ".join(part for part in (run.name if len(runs) > 1 else "", what) if part)
 
 
-def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatArray]:
-    """Keep about `points` finite points: the lowest and the highest of each stretch."""
-    is_finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[is_finite], y[is_finite]
-    if len(y) <= points:
-        return x, y
-    kept = [
-        stretch[0] + extreme
-        for stretch in np.array_split(np.arange(len(y)), points // 2)
-        for extreme in sorted({int(y[stretch].argmin()), int(y[stretch].argmax())})
-    ]
-    return x[kept], y[kept]
-
-
 def smooth(y: FloatArray, width: int) -> FloatArray:
     """Return running means of the finite values among the last `width`, NaN if none is finite."""
     sums, counts = np.nancumsum(y), np.cumsum(np.isfinite(y)).astype(float)
@@ -155,8 +128,8 @@ def network_share(run: RunRecord) -> float:
     return sum(row.get("waiting", 0) for row in rows) / total if total else math.nan
 
 
-def _field(name: str, kind: str = "step", scale: float = 1) -> _CurvesOf:
-    return lambda run: {"": (run.column(kind, "step"), run.column(kind, name) * scale)}
+def _field(name: str, scale: float = 1) -> _CurvesOf:
+    return lambda run: {"": (run.column("step", "step"), run.column("step", name) * scale)}
 
 
 def _perplexity(run: RunRecord) -> _Curves:
@@ -179,11 +152,6 @@ def _planned(runs: Sequence[RunRecord]) -> dict[str, float]:
     }
 
 
-def _waiting(run: RunRecord) -> _Curves:
-    share = 100 * run.column("step", "data_seconds") / run.column("step", "seconds")
-    return {"": (run.column("step", "step"), share)}
-
-
 def _phases(run: RunRecord) -> _Curves:
     steps, rows = run.column("ranks", "step"), [e.get("seconds", {}) for e in run.of_kind("ranks")]
     totals = np.array([sum(row.values()) or np.nan for row in rows])
@@ -194,28 +162,6 @@ def _phases(run: RunRecord) -> _Curves:
         )
         for name in dict.fromkeys(name for row in rows for name in row)
     }
-
-
-def _saves(run: RunRecord) -> _Curves:
-    steps, seconds = run.column("save", "step"), run.column("save", "seconds")
-    has_failed = np.array([bool(entry.get("problem")) for entry in run.of_kind("save")], bool)
-    return {
-        "until it was committed": (steps, np.where(has_failed, np.nan, seconds)),
-        "training waited": (steps, run.column("save", "stall_seconds")),
-        "until it failed": (steps, np.where(has_failed, seconds, np.nan)),
-    }
-
-
-def _over_layers(name: str, choose: Callable[[list[float]], float]) -> _CurvesOf:
-    """Return a function that chooses a number of a mixture of experts among those of its layers."""
-
-    def curves_of(run: RunRecord) -> _Curves:
-        layers = [entry.get("layers", []) for entry in run.of_kind("experts")]
-        rows = [[layer[name] for layer in of_entry if name in layer] for of_entry in layers]
-        chosen = np.array([choose(row) if row else np.nan for row in rows])
-        return {"": (run.column("experts", "step"), chosen)}
-
-    return curves_of
 
 
 def _scores(runs: Sequence[RunRecord]) -> list[Chart]:

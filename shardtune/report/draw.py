@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from shardtune.report.charts import Chart, thin
+from shardtune.report.charts import Chart
 
 # Okabe and Ito, Color Universal Design (2008), without the black and the yellow: colours that
 # colour-blind people tell apart. The second of each is for a dark page.
@@ -32,7 +32,6 @@ COLOURS = [
 _MOST_INSIDE = 4
 _LONGEST_IN_TWO = 20  # characters of a label, for two columns below the chart
 _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
-_MOST_POINTS = 1600  # all curves of a chart together: a page shows no more
 _DASHES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1))]
 # Stand for the colours of text and grid in the SVG; page.html.jinja gives both themes' values.
 TEXT, GRID, PAGE = "#1a1a1e", "#dcdce1", "#fefefe"
@@ -56,7 +55,6 @@ _STYLE: Any = {  # matplotlib types its keys by name
     "legend.handlelength": 3,
     "text.parse_math": False,  # `$` in a name stays a dollar
     "legend.fontsize": 9,
-    "path.simplify": False,  # curves are thinned already, and keep their spikes
 }
 
 
@@ -117,12 +115,10 @@ def _figure(chart: Chart) -> Figure:
 
 
 def _draw(axes: Axes, chart: Chart) -> None:
-    points = _MOST_POINTS // len(chart.curves)
     for curve in chart.curves:
-        x, y = thin(curve.x, curve.y, points)
         axes.plot(
-            x,
-            y,
+            curve.x,
+            curve.y,
             color=COLOURS[curve.colour % len(COLOURS)][0],
             linestyle=_DASHES[(curve.dash + curve.colour // len(COLOURS)) % len(_DASHES)],
             linewidth=0.7 if curve.is_faint else 1.4,
@@ -133,7 +129,6 @@ def _draw(axes: Axes, chart: Chart) -> None:
         )
     for label, value in chart.levels.items():
         axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=_shown(label))
-    _finish(axes, chart)
 
 
 def _shown(label: str) -> str:

@@ -7,7 +7,7 @@ import datetime
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -26,7 +26,6 @@ from shardtune.run_files import METRICS
 
 # The anchor and the heading of each table that has rows.
 _HEADINGS = {
-    "evaluations": ("evaluations", "Evaluations"),
     "samples": ("samples", "Samples"),
     "slow_ranks": ("ranks-table", "Slow ranks"),
     "divisions": ("profile", "Profiled steps"),
@@ -94,12 +93,11 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         charts.append({"chart": chart, "svg": svg(chart), "png": png})
     notes = list(_notes(runs))
     tables = {
-        "starts": [row for run in runs for row in _starts(run, len(runs) > 1)],
-        "evaluations": [row for run in runs for row in _evaluations(run, len(runs) > 1)],
-        "samples": [row for run in runs for row in _samples(run, len(runs) > 1)],
-        "slow_ranks": [row for run in runs for row in _slow_ranks(run, len(runs) > 1)],
-        "data_lines": [line for run in runs for line in _data_lines(run, len(runs) > 1)],
-        "divisions": [row for run in runs for row in _divisions(run, len(runs) > 1)],
+        "starts": _rows(runs, _starts),
+        "samples": _rows(runs, _samples),
+        "slow_ranks": _rows(runs, _slow_ranks),
+        "divisions": _rows(runs, _divisions),
+        "data_lines": _rows(runs, _data_lines),
         "profiles": [link for run in runs for link in _profiles(run, out.parent)],
         "settings": _settings(runs),
     }
@@ -129,6 +127,17 @@ def _row(name: str, values: Sequence[str], differs: bool = False) -> dict[str, A
     return {"name": name, "values": values, "differs": differs}
 
 
+def _rows(
+    runs: Sequence[RunRecord], rows_of: Callable[[RunRecord], Iterator[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the rows of a table. Those of one of several runs begin with its name."""
+    return [
+        row | {"name": f"{run.name}: {row['name']}"} if len(runs) > 1 else row
+        for run in runs
+        for row in rows_of(run)
+    ]
+
+
 def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
     for run in runs:
         for note in filter(None, (run.unread_note, run.missing_note)):
@@ -151,51 +160,29 @@ def _differ(values: Sequence[str]) -> bool:
     return len(set(values)) > 1
 
 
-def _prefix(run: RunRecord, is_one_of_many: bool) -> str:
-    return f"{run.name}: " if is_one_of_many else ""
-
-
-def _starts(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _starts(run: RunRecord) -> Iterator[dict[str, Any]]:
     for entry in run.of_kind("start"):
         changes = "; ".join(
             f"{change['key']}: {change['old']} to {change['new']}"
             for change in entry.get("changes") or []
         )
         ranks = str(entry.get("world_size", NOT_WRITTEN))
-        begun = _prefix(run, is_one_of_many) + when(entry.get("time", ""))
-        yield _row(begun, [str(entry["step"]), ranks, changes or "(nothing)"])
+        values = [str(entry["step"]), ranks, changes or "(nothing)"]
+        yield _row(when(entry.get("time", "")), values)
 
 
-def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
-    by_set: dict[str, list[Entry]] = {}
-    for entry in run.of_kind("eval"):
-        if isinstance(entry.get("perplexity"), int | float):
-            by_set.setdefault(entry.get("set") or "all", []).append(entry)
-    for name, entries in by_set.items():
-        lowest = min(entries, key=lambda entry: entry["perplexity"])
-        shown = [
-            f"{entry['perplexity']:.4f} (step {entry['step']})"
-            for entry in (entries[0], lowest, entries[-1])
-        ]
-        label = _prefix(run, is_one_of_many) + name
-        tokens = entries[-1].get("tokens")
-        yield _row(label, [*shown, NOT_WRITTEN if tokens is None else f"{tokens:,}"])
-
-
-def _samples(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _samples(run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield the answers of the last evaluation, each beside its reference."""
     samples = run.of_kind("sample")
     last = max((entry["step"] for entry in samples), default=None)
     for entry in samples:
         if entry["step"] == last:
-            name = f"{_prefix(run, is_one_of_many)}step {last}"
-            prompt, answer, reference = (
-                str(entry.get(key)) for key in ("prompt", "answer", "reference")
-            )
-            yield _row(name, [prompt, answer + " (cut off)" * ("is_cut" in entry), reference])
+            texts = [str(entry.get(key)) for key in ("prompt", "answer", "reference")]
+            texts[1] += " (cut off)" * ("is_cut" in entry)
+            yield _row(f"step {last}", texts)
 
 
-def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _slow_ranks(run: RunRecord) -> Iterator[dict[str, Any]]:
     by_rank: dict[str, list[Entry]] = {}
     for entry in run.of_kind("ranks"):
         name = f"{entry.get('slowest_rank')} on {entry.get('host')}"
@@ -204,17 +191,17 @@ def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]
         phase, _ = Counter(entry.get("phase") for entry in entries).most_common(1)[0]
         most = max(entry.get("ratio") or 0 for entry in entries)
         values = [str(len(entries)), f"{most:.2f} x the median", str(phase)]
-        yield _row(_prefix(run, is_one_of_many) + name, values)
+        yield _row(name, values)
 
 
-def _divisions(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+def _divisions(run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield how the profiled steps of rank 0 divide."""
     for entry in run.of_kind("profile"):
         seconds_by_phase = entry.get("seconds", {})
         total = sum(seconds_by_phase.values()) or math.nan
         for phase, seconds in seconds_by_phase.items():
             steps = f"steps {entry.get('first_step')} to {entry['step']}"
-            name = f"{_prefix(run, is_one_of_many)}{steps}: {PHASE_NAMES.get(phase, phase)}"
+            name = f"{steps}: {PHASE_NAMES.get(phase, phase)}"
             yield _row(name, [f"{seconds:.4g}", f"{seconds / total:.1%}"])
 
 
@@ -224,8 +211,8 @@ def _profiles(run: RunRecord, folder: Path) -> list[str]:
     return [quote(os.path.relpath(file.resolve(), folder.resolve())) for file in files_]
 
 
-def _data_lines(run: RunRecord, is_one_of_many: bool) -> list[str]:
-    return [_prefix(run, is_one_of_many) + line for line in run.start.get("data") or []]
+def _data_lines(run: RunRecord) -> Iterator[dict[str, Any]]:
+    yield from (_row(line, []) for line in run.start.get("data") or [])
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

@@ -66,7 +66,10 @@ def build_train_context(
     states, whole, policy, is_flat = load_model(run, model_config, data, prediction)
     model, owned, host, optimizer = states
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
-    metrics = open_metrics(run)
+    _say_where_earlier_steps_are(run)
+    # On node 0's disk, with the trackers that the configuration names.
+    sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
+    metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
     run_state = state_of_run(run, model_config, assets, data, policy)
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
@@ -109,19 +112,13 @@ def build_train_context(
     )
 
 
-class LoadedModel(NamedTuple):
-    """A model that is ready to train."""
-
-    states: States
-    whole: PreTrainedModel  # on the meta device, not sharded
-    policy: reshard.ReshardPolicy
-    is_flat: bool  # a row has its records in sequence, without padding
-
-
 def load_model(
     run: Run, model_config: PretrainedConfig, data: PreparedData, prediction: Prediction
-) -> LoadedModel:
-    """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
+) -> tuple[States, PreTrainedModel, reshard.ReshardPolicy, bool]:
+    """Build the sharded model and its optimizer, and load the checkpoint to resume from.
+
+    Return them, the model of all stages on meta, the policy, and whether rows are flat.
+    """
     # Weights and optimizer come first, since the memory that they leave free decides which groups
     # stay gathered. All trials of the model run on the source's weights, before the checkpoint is
     # loaded, so that a resume decides as the start did.
@@ -138,7 +135,7 @@ def load_model(
     set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
     is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)
-    return LoadedModel(states, whole, policy, is_flat)
+    return states, whole, policy, is_flat
 
 
 class States(NamedTuple):
@@ -175,13 +172,6 @@ def load_states(states: States, run: Run) -> None:
     checkpoint.clear_leftovers(run.directory, resumed, world)
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
-
-
-def open_metrics(run: Run) -> Metrics:
-    """Open metrics.jsonl on node 0's disk to continue it, and the sinks that the config names."""
-    _say_where_earlier_steps_are(run)
-    sinks = partial(open_sinks, run.config, run.directory.path, run.resumed_step)
-    return Metrics(run.metrics_file, run.world, run.resumed_step, sinks)
 
 
 def _say_where_earlier_steps_are(run: Run) -> None:
@@ -230,20 +220,13 @@ def open_exports(
 def find_pending_model(run: Run, schedule: Schedule) -> int | None:
     """Return the step that the run resumes from, if its model is due and rank 0 lacks it.
 
-    A run is killed while it writes the model of a step whose checkpoint is there. Log it where the
-    newest due step is before the resumed one: no start takes that step again. Collective.
+    A run is killed while it writes the model of a step whose checkpoint is there. Collective.
     """
-    every, resumed = run.config.export.every_steps, run.resumed
-    if not resumed or not every:
+    resumed, config = run.resumed, run.config.export
+    if not resumed or not config.every_steps or not is_due(resumed.step, schedule, config):
         return None
-    is_now = is_due(resumed.step, schedule, run.config.export)
-    due = resumed.step if is_now else (resumed.step - 1) // every * every
-    folder = step_model(run.directory, due)
-    if not due or run.world.on_rank0(lambda: is_step_model(folder)):
-        return None
-    if not is_now:
-        logger.info(f"{folder} is missing: an earlier start did not write it")
-    return resumed.step if is_now else None
+    folder = step_model(run.directory, resumed.step)
+    return None if run.world.on_rank0(lambda: is_step_model(folder)) else resumed.step
 
 
 def prepare_forward(

@@ -134,12 +134,10 @@ async def test_a_problem_of_node_0_gives_the_prompt_back_within_5_s() -> None:
 
 
 @in_loop
-async def test_both_nodes_say_likely_causes_and_go_on_waiting(
+async def test_both_nodes_say_that_they_wait(
     lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have different ports."""
-    assert rendezvous._LIKELY_CAUSES_AFTER_S < 60
-    monkeypatch.setattr(rendezvous, "_LIKELY_CAUSES_AFTER_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
     monkeypatch.setattr(rendezvous, "_TELL_S", 0.1)
     ports = [a_free_port(), a_free_port()]
@@ -148,8 +146,7 @@ async def test_both_nodes_say_likely_causes_and_go_on_waiting(
     assert "node 1 of 2 did not come to node 0 within 1 s" in first
     assert f"no node 0 came to 127.0.0.1:{ports[1]} within 1 s" in second
     for waits in ("waiting for node 1 of 2", " looks for node 0: "):
-        said = ["Likely by now: " in line for line in lines if waits in line]
-        assert not said[0] and said[-1]
+        assert any(waits in line for line in lines)
 
 
 async def come(number: int, nodes: int, port: str) -> Control:

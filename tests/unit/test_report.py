@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import shardtune
 from shardtune.__main__ import run
-from shardtune.report.charts import make_charts, network_share, smooth, thin
+from shardtune.report.charts import make_charts, network_share, smooth
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures, spoken
 
@@ -215,16 +215,6 @@ def test_a_folder_without_a_run_is_refused(text, tmp_path, capsys):
     assert len(errors) == 2 and f"ERROR: {tmp_path / 'none'}" in errors[0]
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))
-def test_thinning_keeps_the_extremes_and_the_order(values, points):
-    x, y = thin(np.arange(len(values)) * 1.0, np.array(values), points)
-    assert len(y) <= max(points, 4)
-    assert (y.min(), y.max()) == (min(values), max(values))
-    assert (np.diff(x) > 0).all() and all(
-        values[int(i)] == value for i, value in zip(x, y, strict=True)
-    )
-
-
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(1, 20))
 def test_smoothing_is_the_mean_of_the_last_values(values, width):
     expected = [np.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
@@ -236,7 +226,7 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 70e9}\n')
     charts = {chart.name: chart for chart in make_charts([read_run(folder)])}
-    shown = {"mfu": 30.0, "waiting": 0.5, "memory": 61.2}
+    shown = {"mfu": 30.0, "memory": 61.2}
     for name, value in shown.items():
         assert charts[name].curves[0].y[1:] == pytest.approx(value), name
     phases = {curve.label: curve.y for curve in charts["phases"].curves}
