@@ -53,7 +53,7 @@ def main() -> None:
         sys.stdout.flush()
         write_results(options, list(results.values()), time.monotonic() - started)
     print(f"\n{table(list(results.values()))}\n")
-    print(f"Written: {options.out}: results.md, results.json, card.md, card.yaml")
+    print(f"Written: {options.out}: results.md, results.json, card.yaml")
     if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
         sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
     if not any(row["verdict"] == "ok" for row in rows):

@@ -1,4 +1,4 @@
-"""Write the card of a run of the checks, beside the committed card of the same device.
+"""Write the card of a run of the checks.
 
 Imports the standard library alone; without PyYAML the card is JSON, which YAML reads.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-from distTest.workloads.script import REPOSITORY, versions
+from distTest.workloads.script import versions
 
-COMMITTED = REPOSITORY / "docs/gpu_cards"
 _PRETENDED = ", pretended, with small shapes: losses count, and rates, times and MFU say nothing"
 _OF_RUN = ("model", "parameters", "command", "memory", "eager", "compiled")  # of a check of speed
 
@@ -43,31 +42,8 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
 
 
 def write_card(out: Path, card: dict[str, Any]) -> None:
-    """Write card.yaml, and card.md beside the committed card of the device, where there is one."""
+    """Write card.yaml."""
     (out / "card.yaml").write_text(_yaml(card), encoding="utf-8")
-    path = COMMITTED / f"{slug(card)}.yaml"
-    committed = dict(_flat(_read(path))) if path.is_file() else {}
-    heads = ["", "here"] + ([f"committed, {path.name}"] if committed else [])
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, value in _flat(card):
-        cells = [name, value] + ([committed.get(name, "")] if committed else [])
-        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
-    (out / "card.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def slug(card: dict[str, Any]) -> str:
-    """Return the name of the device's committed card: `nvidia-h200`, `pretended`."""
-    name: str = card["device"]
-    return "pretended" if name.endswith(_PRETENDED) else "-".join(name.lower().split())
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a card with its path, such as `eager.losses.0`."""
-    if not isinstance(value, (dict, list)):
-        yield name, value
-        return
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _flat(inner, f"{name}.{key}" if name else str(key))
 
 
 def _yaml(card: dict[str, Any]) -> str:
@@ -77,11 +53,3 @@ def _yaml(card: dict[str, Any]) -> str:
         return json.dumps(card, indent=1) + "\n"
     text: str = yaml.safe_dump(card, sort_keys=False, allow_unicode=True, width=100)
     return text
-
-
-def _read(path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        return {}
-    return yaml.safe_load(path.read_text(encoding="utf-8"))

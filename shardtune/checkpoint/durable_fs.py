@@ -170,11 +170,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
-def share_disk(path: Path, other: Path) -> bool:
-    """Return whether both paths are on one disk, or will be where they do not exist yet."""
-    return _existing(path).stat().st_dev == _existing(other).stat().st_dev
-
-
 def _existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists())
 

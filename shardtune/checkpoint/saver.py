@@ -274,12 +274,6 @@ class Saver:
         has_ended(problem)
         self._outcome = [problem]
 
-    def to_be_saved(self) -> int:
-        """Return the bytes of the next checkpoint, and those that a save will still write."""
-        if not self._thread or not self._thread.is_alive():
-            return self.disk_bytes
-        return 2 * self.disk_bytes - durable_fs.size(self._attempts[-1].staging)
-
     def finish(self) -> Checkpoint:
         """Wait for the current save, and open it.
 

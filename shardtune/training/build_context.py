@@ -78,9 +78,7 @@ def build_train_context(
     live = partial(
         LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
     )
-    best, command, step_export = open_exports(
-        run, live, saver.to_be_saved, metrics, schedule, bool(data.eval)
-    )
+    best, command, step_export = open_exports(run, live, metrics, schedule, bool(data.eval))
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
@@ -194,7 +192,6 @@ def _say_where_earlier_steps_are(run: Run) -> None:
 def open_exports(
     run: Run,
     live_model: Callable[[], LiveModel],
-    to_be_saved: Callable[[], int],
     metrics: Metrics,
     schedule: Schedule,
     has_eval_data: bool,
@@ -213,7 +210,7 @@ def open_exports(
             if run.resumed and (kept := best.resume(run.resumed)):
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
-            models = StepModels(run.directory, live, to_be_saved, keep, world)
+            models = StepModels(run.directory, live, keep, world)
     return best, command, StepExport(models, command, schedule, config.export)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 
 import torch
@@ -28,9 +28,6 @@ from shardtune.training.data_and_schedule import describe_sources
 from shardtune.training.run import Run
 from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
-
-# Micro-batches for each stage, with which the bubble hardly counts (GPipe, arXiv 1811.06965).
-_ENOUGH_MICRO_BATCHES = 4
 
 
 def start_logging(config: Config, world: World) -> None:
@@ -112,16 +109,10 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
 
 
 def _describe_stages(layers: list[range], layout: Layout) -> str:
-    """Return a line with the layers of each stage, the idle share of a step, and its remedy."""
-    stages, rows, micro_batches = len(layers), layout.micro_batch_size, layout.micro_batches
+    """Return a line with the layers of each stage and the idle share of a step."""
+    stages, micro_batches = len(layers), layout.micro_batches
     parts = " and ".join(f"{part[0]}-{part[-1]}" for part in layers)
-    line = (
+    return (
         f"Stages: {stages}, of layers {parts} | Idle: ({stages} - 1) / ({micro_batches} + {stages} "
         f"- 1) = {layout.bubble:.0%} of a step (the bubble)"
     )
-    more = rows * micro_batches if rows > 1 else _ENOUGH_MICRO_BATCHES * stages
-    if micro_batches >= min(more, _ENOUGH_MICRO_BATCHES * stages):
-        return line
-    smaller = "train.micro_batch_size=1 " if rows > 1 else ""
-    less = f"{replace(layout, micro_batches=more).bubble:.0%}"
-    return f"{line} - {smaller}train.gradient_accumulation_steps={more} makes it {less}"

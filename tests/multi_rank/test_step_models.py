@@ -150,7 +150,7 @@ def test_a_model_that_is_deleted_in_part_has_its_name_no_more(tmp_path, monkeypa
     live: Any = SimpleNamespace()
     world = world_of(0, 1, dist.HashStore())
     monkeypatch.setattr(durable_fs, "delete", Mock(side_effect=OSError))
-    StepModels(RunDir(tmp_path, [0], None), live, 0, 1, world).delete_old(2, [])
+    StepModels(RunDir(tmp_path, [0], None), live, 1, world).delete_old(2, [])
     assert names(tmp_path / "models") == [".step_0000001.writing", "step_0000002"]
 
 

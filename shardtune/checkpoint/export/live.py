@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,7 @@ from shardtune.log import logger
 from shardtune.metrics_schema import BestEntry, EvalEntry
 from shardtune.model.source.files import model_folder
 from shardtune.run_files import METRICS
-from shardtune.units import gb, rounded_gb
+from shardtune.units import gb
 
 _RESULT = ("step", "loss", "perplexity")
 _NAME = re.compile(r"step_(\d{7,})")
@@ -212,52 +212,25 @@ def is_step_model(folder: Path) -> bool:
 
 
 class StepModels:
-    """Writes the models of steps, and keeps the newest of them. All methods are collective.
+    """Writes the models of steps, and keeps the newest of them. All methods are collective."""
 
-    `to_be_saved` returns the bytes of the next checkpoint, and those that a save will still write,
-    on the disk of run.dir/checkpoints.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        live: LiveModel,
-        to_be_saved: Callable[[], int],
-        keep: int,
-        world: World,
-    ) -> None:
-        self._run_dir, self._folder, self._world = run_dir, run_dir.path / MODELS, world
-        self._live, self._to_be_saved, self._keep = live, to_be_saved, keep
+    def __init__(self, run_dir: RunDir, live: LiveModel, keep: int, world: World) -> None:
+        self._run_dir, self._folder = run_dir, run_dir.path / MODELS
+        self._live, self._keep, self._world = live, keep, world
 
     def write(self, step: int) -> Path | None:
         """Write the model of this step; return its folder, or None where it cannot be written."""
-        out, problem = step_model(self._run_dir, step), ""
-        remedy = "make room, and that of a later step is written"
-        if self._world.is_main:
+        out = step_model(self._run_dir, step)
+        if self._world.is_main and out.exists() and not is_step_model(out):
             with contextlib.suppress(OSError):  # then the model cannot be written either
-                if out.exists() and not is_step_model(out):
-                    logger.info(f"Another folder moved aside: {durable_fs.move_aside(out)}")
-                problem = self._lacking_room()
-        problem = self._world.all_gather_json(problem)[0]
+                logger.info(f"Another folder moved aside: {durable_fs.move_aside(out)}")
         about = {"step": step, _MARK: self._folder.name}
-        problem = f"{problem} - {remedy}" if problem else self._live.write(out, about, remedy)
-        if problem:
+        remedy = "make room, and that of a later step is written"
+        if problem := self._live.write(out, about, remedy):
             logger.info(f"Model of step {step} not written: {problem}")
             return None
         logger.info(f"Saved the model of step {step} in {out}, {gb(self._live.n_bytes, 2)} GB")
         return out
-
-    def _lacking_room(self) -> str:
-        """Say why a model would take the room of a checkpoint; empty where it does not."""
-        free, taken = durable_fs.free_bytes(self._folder), self._live.n_bytes
-        saved = self._to_be_saved()
-        is_one_disk = durable_fs.share_disk(self._folder, self._run_dir.checkpoints)
-        if not is_one_disk or free - taken >= saved:
-            return ""
-        return (
-            f"of {rounded_gb(free)} that are free it takes {rounded_gb(taken)}, and checkpoints "
-            f"{rounded_gb(saved)}"
-        )
 
     def delete_old(self, step: int, in_use: Iterable[Path]) -> None:
         """Delete on rank 0's disk all but the newest models up to this step, the run's own alone.
