@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,8 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     They are copies, except config.json: it loses the path that it was read from, and for a
     quantised source it names bfloat16, in which the weights are read.
     """
-    left_out = links_out_of(folder)
-    files = [path for path in _files_beside_weights(folder) if path not in left_out]
-    assets = {path.name: path.read_bytes() for path in files}
+    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
+    assets = {path.name: path.read_bytes() for path in sorted(files) if path.is_file()}
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
         assets["config.json"] = _dump(values)
@@ -57,25 +55,6 @@ def model_assets(folder: Path) -> dict[str, bytes]:
             part.pop(QUANTIZATION, None)
         assets["config.json"] = with_dtype(_dump(values), "bfloat16")
     return assets
-
-
-def links_out_of(folder: Path) -> list[Path]:
-    """Return the files beside the weights that are links to other places than config.json.
-
-    An export would publish the files that they point to. Links may also point to the folder of the
-    real config.json (for folders of links) and to the hub's blobs.
-    """
-    home = folder.resolve()
-    inside = {home, (folder / "config.json").resolve().parent}
-    if home.parent.name == "snapshots":
-        inside.add(home.parents[1] / "blobs")
-    files = _files_beside_weights(folder)
-    return [path for path in files if not inside & {*path.resolve().parents}]
-
-
-def _files_beside_weights(folder: Path) -> list[Path]:
-    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
-    return sorted(path for path in files if path.is_file())
 
 
 def list_source(path: str) -> dict[str, Any]:
@@ -118,7 +97,6 @@ def with_stops(assets: Mapping[str, bytes], stops: list[int]) -> dict[str, bytes
 
 
 def _declared_stops(assets: Mapping[str, bytes]) -> list[int]:
-    """Return the tokens at which transformers' `generate` stops."""
     values = json.loads(assets.get(_GENERATION) or assets["config.json"])
     text = values.get("text_config") or {}
     declared = values.get("eos_token_id", text.get("eos_token_id"))
@@ -160,27 +138,6 @@ def _changed(values: Mapping[str, Any], change: Callable[[str, Any], Any]) -> di
 
 def _dump(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files that a folder's export.json lists, as `Checkpoint` has those of a checkpoint."""
-
-    folder: Path
-    files: Entries
-
-    @property
-    def name(self) -> str:
-        return str(self.folder)
-
-    def find_all(self, file: str) -> list[Path]:
-        """Return the path of a file, if it is there."""
-        path = self.folder / file
-        return [path] if path.is_file() else []
-
-    def why_missing(self, file: str) -> str:
-        """Describe a missing file."""
-        return f"{self.folder / file}: is missing"
 
 
 def listing_json(values: Mapping[str, Any]) -> bytes:

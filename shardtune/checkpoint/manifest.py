@@ -57,7 +57,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest matches its COMPLETE.
+    """A checkpoint whose manifest matches its COMPLETE, or a model with its export.json.
 
     `directories` has one entry per disk that holds a part. `holders` lists, for each file, the
     disks that have it, each by its first rank.
@@ -109,8 +109,10 @@ class Checkpoint:
         return [path for directory in self.directories if (path := directory / file).is_file()]
 
     def why_missing(self, file: str) -> str:
-        """Describe on which node a missing file was written."""
+        """Describe a missing file, and on which node it was written."""
         entry = self.files[file]
+        if "node" not in entry:  # an exported model's
+            return f"{self.directories[0] / file}: is missing"
         return f"{file}, written on node {entry['node']} ({entry['host']}), is missing"
 
 

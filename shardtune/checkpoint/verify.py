@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.assets import LISTING, Listing, read_listing
+from shardtune.checkpoint.assets import LISTING, read_listing
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 from shardtune.units import gb
 
@@ -53,11 +53,11 @@ def _verify_model(folder: Path) -> list[str]:
     exported = read_listing(folder)
     if exported is None:
         return [f"{folder / LISTING}: is damaged - {_EXPORT_AGAIN}"]
-    problems = _check_all(Listing(folder, exported["files"]))
+    problems = _check_all(Checkpoint(str(folder), exported, "", [folder]))
     return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems.values()]
 
 
-def _check_all(written: Checkpoint | Listing) -> dict[str, str]:
+def _check_all(written: Checkpoint) -> dict[str, str]:
     """Return the problem of each bad file, under a progress bar; say if there is none."""
     names = sorted(written.files)
     total = sum(int(written.files[n]["bytes"]) * len(written.find_all(n)) for n in names)
@@ -72,7 +72,7 @@ def _check_all(written: Checkpoint | Listing) -> dict[str, str]:
 
 
 def check_files(
-    written: Checkpoint | Listing,
+    written: Checkpoint,
     names: Sequence[str],
     threads: int = 1,
     on_read: Callable[[int], object] = lambda count: None,

@@ -1,4 +1,4 @@
-"""Draw a chart: as SVG whose colours follow the page's theme, and as PNG."""
+"""Draw a chart as SVG whose colours follow the page's theme."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import html
 import io
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -92,12 +91,6 @@ def _themed_svg(figure: Figure, title: str) -> str:
     return re.sub(
         "|".join(names), lambda match: f"var(--{names[match[0]]})", text, flags=re.IGNORECASE
     )
-
-
-def write_png(chart: Chart, path: Path) -> None:
-    """Draw the chart. Raises OSError where the file cannot be written."""
-    with matplotlib.rc_context(_STYLE):
-        _figure(chart).savefig(path, dpi=200, facecolor="white")
 
 
 def _figure(chart: Chart) -> Figure:

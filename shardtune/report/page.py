@@ -19,7 +19,7 @@ import jinja2
 
 from shardtune.errors import UserError, all_of
 from shardtune.report.charts import PHASE_NAMES, make_charts
-from shardtune.report.draw import COLOURS, svg, write_png
+from shardtune.report.draw import COLOURS, svg
 from shardtune.report.read_run import Entry, RunRecord, read_run
 from shardtune.report.summary import NOT_WRITTEN, OF_CONFIG, card, figures, no_step, when
 from shardtune.run_files import METRICS
@@ -73,7 +73,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
-    """Write the page to `out`, and a PNG of each chart into the folder beside it.
+    """Write the page to `out`.
 
     Returns:
         Notes for the reader: lines that could not be read, models that differ, no step yet.
@@ -81,16 +81,8 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     Raises:
         OSError: a file cannot be written.
     """
-    folder = out.with_name(f"{out.stem}_figures")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.png"):
-        old.unlink()
-    charts = []
-    for chart in make_charts(runs):
-        file = folder / f"{chart.name}.png"
-        write_png(chart, file)
-        png = quote(f"{folder.name}/{file.name}")
-        charts.append({"chart": chart, "svg": svg(chart), "png": png})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    charts = [{"chart": chart, "svg": svg(chart)} for chart in make_charts(runs)]
     notes = list(_notes(runs))
     tables = {
         "starts": _rows(runs, _starts),

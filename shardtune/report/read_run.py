@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
 
 from shardtune.config_io import bare, read_written
 from shardtune.errors import UserError, counted
-from shardtune.metrics_schema import KINDS, Count, fields_of
 from shardtune.run_files import LOCK, METRICS, is_locked
 
 Entry = dict[str, Any]
 LOADS = "the run still loads"
 ENDED_EARLY = "the run ended before its first step"
 FloatArray = npt.NDArray[np.float64]
-
-
-@with_config(ConfigDict(extra="allow"))
-class _Object(TypedDict):
-    """The fields of every object, of a kind that may be unknown."""
-
-    kind: str
-    step: Count
-
-
-_OBJECT = TypeAdapter(_Object)
-# Fields are checked one by one: an older run lacks some, and a newer one has others.
-_FIELDS = {
-    kind: {name: TypeAdapter(type_) for name, type_ in fields_of(kind).items()} for kind in KINDS
-}
 
 
 @dataclass(frozen=True)
@@ -139,15 +123,11 @@ def before_first_step(is_alive: bool) -> str:
 
 def read_entry(line: bytes | str) -> Entry | None:
     """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line."""
-    try:
-        entry: Entry = dict(_OBJECT.validate_json(line))
-        fields = _FIELDS.get(entry["kind"], {})
-        known = {
-            name: fields[name].validate_python(entry[name]) for name in fields.keys() & entry.keys()
-        }
-        return entry | known  # unknown fields stay as they are
-    except ValidationError:
-        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(line):
+            case {"kind": str(), "step": int()} as entry:
+                return entry
+    return None
 
 
 def read_settings(path: Path) -> dict[str, tuple[str, str]]:

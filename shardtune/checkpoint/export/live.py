@@ -138,10 +138,6 @@ class Best:
         self._out, self._live, self._world = run_dir.path / BEST, live, world
         self._is_leader = run_dir.is_leader(world)
         self.lowest: dict[str, Any] = {}
-        logger.info(
-            f"Best model: {gb(live.n_bytes, 2)} GB, written to {self._out} at each "
-            "evaluation with a lower loss than before, while training waits"
-        )
 
     def resume(self, resumed: Checkpoint) -> BestEntry | None:
         """Take the lowest loss that the checkpoint or a disk has; say where, if not on node 0.
