@@ -113,7 +113,6 @@ def first_few(names: Sequence[object], limit: int) -> str:
 
 
 def divisors_text(number: int) -> str:
-    """Return the divisors of a number, as "1, 2, 3, 6"."""
     return ", ".join(str(other) for other in range(1, number + 1) if number % other == 0)
 
 

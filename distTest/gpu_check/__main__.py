@@ -107,7 +107,6 @@ def read_options() -> argparse.Namespace:
 
 
 def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one check in a process; return its verdict, summary, figures and seconds."""
     if left_s < check.seconds:
         why = f"it takes about {check.seconds} s, and {max(0, left_s):.0f} s are left"
         return skipped(f"{why} - python -m distTest.gpu_check --only {check.name}")
@@ -140,7 +139,6 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
 
 
 def end_all_of(process: subprocess.Popen[Any]) -> None:
-    """Kill the processes of a check's session that still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -152,7 +150,6 @@ def last_line(log: Path) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows as Markdown."""
     head = ["| check | verdict | seconds | |", "|---|---|---|---|"]
     return "\n".join(
         head

@@ -19,7 +19,6 @@ _OF_RUN = ("model", "parameters", "command", "memory", "eager", "compiled")  # o
 
 
 def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
-    """Return what a stranger needs to repeat and compare the runs whose speed is measured."""
     figures = {row["check"]: row["figures"] for row in rows}
     device = figures.get("device", {})
     card: dict[str, Any] = {
@@ -42,7 +41,6 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
 
 
 def write_card(out: Path, card: dict[str, Any]) -> None:
-    """Write card.yaml."""
     (out / "card.yaml").write_text(_yaml(card), encoding="utf-8")
 
 

@@ -109,7 +109,6 @@ def held_by_others(n_bytes: int) -> str | None:
 
 
 def slowness(flops_per_s: float, published: float | None) -> str | None:
-    """Return a problem if the GPU is far below its published rate, or None."""
     if published is None or flops_per_s >= _LEAST * published:
         return None
     return (
@@ -120,7 +119,6 @@ def slowness(flops_per_s: float, published: float | None) -> str | None:
 
 
 def nvidia_smi(query: str) -> str:
-    """Return the first GPU's answer, or `unknown`."""
     answer = output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     return answer.partition("\n")[0] or "unknown"
 

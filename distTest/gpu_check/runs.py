@@ -21,7 +21,6 @@ _TOKENS = 4000  # the tokenizer's vocabulary
 
 
 def work_folder() -> Path:
-    """Return the folder for what this check writes; it is removed at the end."""
     return Path(os.environ["GPU_CHECK_WORK"])
 
 

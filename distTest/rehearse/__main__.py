@@ -120,7 +120,6 @@ def _write_inputs(options: Namespace, folder: Path) -> list[str]:
 def _node_commands(
     options: Namespace, folder: Path, arguments: list[str]
 ) -> Iterator[list[list[str]]]:
-    """Yield the command of each node, in network namespaces or else on loopback."""
     (folder / "tmp").mkdir()
     with contextlib.ExitStack() as stack:
         if obstacle := "--loopback" if options.loopback else namespaces.obstacle():
@@ -199,7 +198,6 @@ def _check_resume(nodes: NodeProcesses, saved: str) -> int:
 
 
 def _read_steps(run_dir: Path) -> list[list[float]]:
-    """Return number, loss and gradient norm of each step in metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
     return [[step[key] for key in ("step", "loss", "grad_norm")] for step in steps]

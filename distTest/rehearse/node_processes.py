@@ -44,7 +44,6 @@ def kill(node: int) -> None:
 
 
 def processes_of(rehearsal_pid: int, node: int) -> list[psutil.Process]:
-    """Return the processes that a node of a rehearsal has started."""
     return [
         process
         for process in psutil.process_iter(["environ"])

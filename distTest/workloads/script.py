@@ -25,7 +25,6 @@ def absolute(path: str) -> Path:
 
 
 def launch(program: Sequence[Any], ranks: int, python: Path | str = sys.executable) -> list[str]:
-    """Return the command of one process, or of several under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return list(map(str, [python, *(launcher if ranks > 1 else []), *program]))
 
@@ -56,7 +55,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def output_of(*command: Any) -> str:
-    """Return the output of a command, or an empty text if it fails."""
     try:
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     except OSError:

@@ -80,7 +80,6 @@ def make_tokenizer(
 
 
 def token_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return the settings of a model that follow from its tokenizer."""
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return {"bos_token_id": None, **ids, "vocab_size": len(tokenizer)}
 
@@ -95,7 +94,6 @@ def save_untrained(
 
 
 def build(model_type: str, settings: Mapping[str, Any]) -> PreTrainedModel:
-    """Build a model with random weights in float32."""
     config = AutoConfig.for_model(model_type, **settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model

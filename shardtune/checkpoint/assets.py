@@ -58,7 +58,6 @@ def model_assets(folder: Path) -> dict[str, bytes]:
 
 
 def list_source(path: str) -> dict[str, Any]:
-    """Return the tensors in the model's files, which an export will have, too."""
     folder = model_folder(path)
     assert folder, path  # its config.json was read
     absolute = str(folder.absolute()) if Path(path).is_dir() else path

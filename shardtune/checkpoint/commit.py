@@ -61,7 +61,6 @@ class SaveAttempt:
         return self.leader_of[self.rank] == self.rank
 
     def describe(self, error: Exception) -> str:
-        """Return one line that names the error, and the rank and host where it happened."""
         if isinstance(error, NotSaved):
             return str(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
@@ -166,7 +165,6 @@ def _result(outcome: Mapping[str, Any]) -> Any:
 
 
 def _collect(attempt: SaveAttempt, phase: str, ranks: Sequence[int], deadline: float) -> list[Any]:
-    """Return the results of these ranks, in rank order."""
     store, keys = attempt.store, {rank: f"{phase}.{rank}" for rank in ranks}
     with contextlib.suppress(TimeoutError):
         wait_for(store, list(keys.values()), deadline - time.monotonic())

@@ -89,7 +89,6 @@ class Checkpoint:
 
     @cached_property
     def chunks(self) -> dict[str, list[StoredChunk]]:
-        """The chunks of each tensor."""
         tensors = self.manifest["tensors"].items()
         return {name: [StoredChunk(name, **c) for c in entry["chunks"]] for name, entry in tensors}
 
@@ -100,7 +99,6 @@ class Checkpoint:
         return torch.Size(self.manifest["tensors"][tensor]["shape"])
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file in the first directory that has it."""
         return next(iter(self.find_all(file)), None)
 
     def find_all(self, file: str) -> list[Path]:
@@ -121,7 +119,6 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1])

@@ -46,7 +46,6 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
 
 
 def changes_since(resumed: Checkpoint, config: Config, world: World) -> list[tuple[str, Any, Any]]:
-    """Return each setting that has changed since the checkpoint: its key, then and now."""
     changes = changed_keys(resumed.state["config"], config)
     if resumed.world_size != world.size:
         changes.append(("world size", resumed.world_size, world.size))
@@ -74,7 +73,6 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
 
 
 def saved_rows_per_step(resumed: Checkpoint) -> int:
-    """Return the effective batch of the run that wrote the checkpoint."""
     saved = resumed.state["config"]
     train, then = saved["train"], Layout.divided(resumed.world_size, saved["parallel"])
     return int(then.data_ranks * train["micro_batch_size"] * train["gradient_accumulation_steps"])
@@ -121,7 +119,6 @@ def require_same_weights(resumed: Checkpoint, digest: str) -> None:
 
 
 def require_same_model(resumed: Checkpoint, config: PreTrainedConfig) -> None:
-    """Raises UserError with every setting in which config.json is not the checkpoint's."""
     old, new = resumed.state["model"], model_settings(config)
     values = [
         (f"{key} of the model's config.json", old.get(key), new.get(key))
@@ -143,7 +140,6 @@ def _require_equal(
 
 
 def model_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of the model itself as JSON has them."""
     dtype = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
     settings = json.loads(json.dumps({**config.to_dict(), "dtype": dtype or "float32"}))
     of_the_file = {"transformers_version", "_name_or_path"}

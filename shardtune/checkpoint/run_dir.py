@@ -43,7 +43,6 @@ class RunDir:
         return self.path / "checkpoints"
 
     def is_leader(self, world: World) -> bool:
-        """Whether this rank is the leader of its disk."""
         return self.leader_of[world.rank] == world.rank
 
 

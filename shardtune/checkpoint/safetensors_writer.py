@@ -48,5 +48,4 @@ def write_safetensors(
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -114,7 +114,6 @@ def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging |
 
 
 def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of host memory that a copy of these tensors takes."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
 
 
@@ -308,7 +307,6 @@ class Saver:
         raise RunFailed(f"{self._attempts[-1].final.name} was not saved: {problem}; {AGAIN}")
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of each tensor that it writes."""
         return {name: to_local(self._tensors[name]).detach() for name in self._offsets}
 
 

@@ -31,13 +31,16 @@ def verify(directories: Sequence[Path]) -> list[str]:
     """
     parts = [path for path in directories if not os.path.lexists(path / LISTING)]
     problems = verify_checkpoint(parts) if parts else []
-    return problems + [
-        problem for path in directories if path not in parts for problem in _verify_model(path)
-    ]
+    for folder in (path for path in directories if path not in parts):
+        if exported := read_listing(folder):
+            found = [*_check_all(Checkpoint(str(folder), exported, "", [folder])).values()]
+        else:
+            found = [f"{folder / LISTING}: is damaged"]
+        problems += [f"{problem} - {_EXPORT_AGAIN}" for problem in found]
+    return problems
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
-    """Verify the parts of one checkpoint; return its problems as `verify` does."""
     try:
         checkpoint = open_checkpoint(*directories)
     except DamagedCheckpoint as error:
@@ -47,14 +50,6 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
         f"{problem} - {RESTORE if checkpoint.find(name) else name_all}"
         for name, problem in _check_all(checkpoint).items()
     ]
-
-
-def _verify_model(folder: Path) -> list[str]:
-    exported = read_listing(folder)
-    if exported is None:
-        return [f"{folder / LISTING}: is damaged - {_EXPORT_AGAIN}"]
-    problems = _check_all(Checkpoint(str(folder), exported, "", [folder]))
-    return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems.values()]
 
 
 def _check_all(written: Checkpoint) -> dict[str, str]:

@@ -76,7 +76,6 @@ def _differences(
 
 
 def agreement(facts: Sequence[Message]) -> list[str]:
-    """Describe what all nodes have in common, in a few lines."""
     first = facts[0]
     installed = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     digests = ", ".join(

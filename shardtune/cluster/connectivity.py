@@ -48,7 +48,6 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _problem(control: Control, node: int, places: list[Message]) -> str | None:
-    """Try the way to a node, and describe what is wrong as `<what> - <what to do>`."""
     me, other = control.me.name, control.nodes[node].name
     ip, port = places[node]["ip"], places[node]["port"]
     try:

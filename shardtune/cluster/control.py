@@ -180,7 +180,6 @@ class Control:
         return self.me.node or 0
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine until it ends or the launch does."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -190,7 +189,6 @@ class Control:
         self._spawn(self._listen(peer))
 
     def tell(self, message: Message) -> None:
-        """Send to all peers."""
         for peer in self.peers:
             peer.send(message)
 

@@ -49,7 +49,7 @@ def can_compile(device: torch.device) -> bool:
         problem = "Triton is not installed"  # PyTorch's compiler takes seconds to find that out
     else:
         try:
-            compile_for_all_lengths(_line)(torch.ones(8, device=device))
+            compile_for_all_lengths(lambda x: 2 * x + 1)(torch.ones(8, device=device))
         except Exception as error:
             problem = compile_problem(error)
     if problem:
@@ -58,12 +58,7 @@ def can_compile(device: torch.device) -> bool:
     return not problem
 
 
-def _line(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x + 1
-
-
 def compile_problem(error: Exception) -> str:
-    """Return a line why a compilation failed."""
     return first_line(getattr(error, "inner_exception", error))
 
 

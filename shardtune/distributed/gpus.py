@@ -63,7 +63,6 @@ def _smi(*arguments: str) -> str:
 
 
 def use_gpu(local_rank: int) -> torch.device:
-    """Make this GPU the process's own, and set what this project wants of every GPU."""
     # Loading and packed rows ask for blocks of many sizes; segments of fixed size leave holes.
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

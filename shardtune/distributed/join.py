@@ -155,7 +155,6 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 
 def describe(world: World) -> str:
-    """Return the `Training Configuration:` block of this node."""
     is_launched = "RANK" in os.environ  # without a launcher MASTER_ADDR may be set, but unused
     master, nodes = "none, a single process", 1
     if is_launched:

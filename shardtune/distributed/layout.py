@@ -133,7 +133,6 @@ class Layout:
 
     @property
     def rows_per_micro_batch(self) -> int:
-        """The rows of all ranks' micro-batches together."""
         return self.data_ranks * self.micro_batch_size
 
     @property
@@ -282,6 +281,5 @@ def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:
 
 
 def _crosses_nodes(nodes_of_ranks: Sequence[int], size: int) -> bool:
-    """Return whether a group of `size` consecutive ranks is on several nodes."""
     firsts = range(0, len(nodes_of_ranks), size)
     return any(len(set(nodes_of_ranks[first : first + size])) > 1 for first in firsts)

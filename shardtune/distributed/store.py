@@ -38,7 +38,6 @@ def set_value(store: dist.Store, key: str, value: Any) -> None:
 
 
 def get_value(store: dist.Store, key: str) -> Any:
-    """Return the value under `key`, which must be there."""
     pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
     return json.loads(zlib.decompress(b"".join(pieces)))
 

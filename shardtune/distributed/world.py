@@ -64,7 +64,6 @@ class World:
 
     @property
     def stage(self) -> int:
-        """The number of this rank's stage."""
         return self.rank // self.layout.stage_ranks
 
     @property
@@ -73,7 +72,6 @@ class World:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's number in its stage."""
         return self.rank % self.layout.stage_ranks
 
     @property

@@ -50,7 +50,6 @@ class Chart:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts for which any of the runs has numbers."""
     chart = partial(_chart, runs)
     loss = "Mean over the trained tokens."
     perplexity = "exp of the mean loss over the evaluation data; step 0 is the baseline."
@@ -143,7 +142,6 @@ def _perplexity(run: RunRecord) -> _Curves:
 
 
 def _planned(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """Return the GB of each run's plan, by label."""
     return {
         _label(run, runs, "the plan"): predicted / 1e9
         for run in runs

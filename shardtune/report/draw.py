@@ -58,7 +58,6 @@ _STYLE: Any = {  # matplotlib types its keys by name
 
 
 def svg(chart: Chart) -> str:
-    """Return the chart as an element for a page."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": chart.name}):
         return _themed_svg(_figure(chart), chart.title)
 
@@ -76,7 +75,6 @@ def histogram_svg(values: npt.ArrayLike, title: str, unit: str, limit: float) ->
 
 
 def _themed_svg(figure: Figure, title: str) -> str:
-    """Return the figure as SVG that takes its size and its colours from the page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()

@@ -142,7 +142,6 @@ def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _overview(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a row for each figure that sums up a run, and a column for each run."""
     columns = [figures(run) for run in runs]
     rows = [_row(name, [column[name] for column in columns]) for name in columns[0]]
     return [row | {"differs": row["name"] in OF_CONFIG and _differ(row["values"])} for row in rows]
@@ -187,7 +186,6 @@ def _slow_ranks(run: RunRecord) -> Iterator[dict[str, Any]]:
 
 
 def _divisions(run: RunRecord) -> Iterator[dict[str, Any]]:
-    """Yield how the profiled steps of rank 0 divide."""
     for entry in run.of_kind("profile"):
         seconds_by_phase = entry.get("seconds", {})
         total = sum(seconds_by_phase.values()) or math.nan
@@ -198,7 +196,6 @@ def _divisions(run: RunRecord) -> Iterator[dict[str, Any]]:
 
 
 def _profiles(run: RunRecord, folder: Path) -> list[str]:
-    """Return the files of the run's profile, as links from a page in `folder`."""
     files_ = sorted((run.path / "profile").glob("*")) if run.of_kind("profile") else []
     return [quote(os.path.relpath(file.resolve(), folder.resolve())) for file in files_]
 

@@ -55,20 +55,17 @@ class RunRecord:
 
     @property
     def unread_note(self) -> str:
-        """Return how many lines are left out and why, or an empty text."""
         lines = counted(self.unread, "line")
         return f"left out {lines} of {METRICS} that cannot be read" if self.unread else ""
 
     @property
     def missing_note(self) -> str:
-        """Return which steps are in another folder, or an empty text."""
         begins = next((start["step"] for start in self.of_kind("start")), 0)
         where = f"steps before {begins + 1} are missing: the run goes on from a checkpoint"
         return f"{where}, and another folder or node has them" if begins else ""
 
     @property
     def model(self) -> str:
-        """The value of model.path, or an empty text where config.yaml is missing."""
         return self.settings.get("model.path", ("", ""))[0]
 
     def column(self, kind: str, name: str) -> FloatArray:
@@ -131,7 +128,6 @@ def read_entry(line: bytes | str) -> Entry | None:
 
 
 def read_settings(path: Path) -> dict[str, tuple[str, str]]:
-    """Return each key of the run's config.yaml with its value, as text, and its origin."""
     try:
         written = read_written(path / "config.yaml")
     except UserError:

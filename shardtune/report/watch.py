@@ -58,7 +58,6 @@ def watch(options: argparse.Namespace) -> None:
 
 
 def view(run: RunRecord) -> RenderableType:
-    """Return the run's state, for a terminal of any width."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -157,7 +157,6 @@ def build_states(config: Config, model_config: PretrainedConfig, world: World) -
 
 
 def load_states(states: States, run: Run) -> None:
-    """Load the checkpoint that the run resumes from, if any, and clear files of other runs."""
     model, owned, host, optimizer = states
     resumed, seed, world = run.resumed, run.config.run.seed, run.world
     if resumed:

@@ -164,7 +164,6 @@ def clip_gradients(optimizer: ShardedOptimizer, max_norm: float, norm: float) ->
 
 
 def require_finite(context: TrainContext, step: int, stats: StepStats) -> None:
-    """Raise RunFailed, on all ranks alike, if a step's loss or gradient norm is not finite."""
     loss, norm, world = stats.loss, stats.grad_norm, context.run.world
     if math.isfinite(loss) and math.isfinite(norm):
         return

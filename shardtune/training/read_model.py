@@ -84,7 +84,6 @@ def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
 
 
 def _read_assets(config: Config, stops: list[int], template: str | None) -> dict[str, bytes]:
-    """Return the files beside the weights, with the chat template and the stops of training."""
     source = model_assets(_folder_of(config.model.path))
     assets = with_stops(source, stops)
     if assets != source:

@@ -52,7 +52,6 @@ def start_logging(config: Config, world: World) -> None:
 
 
 def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: Cost) -> StartEntry:
-    """Return the object of kind `start` for `metrics.jsonl`."""
     config, world, resumed = run.config, run.world, run.resumed
     changes = resume_rules.changes_since(resumed, config, world) if resumed else []
     return StartEntry(
@@ -109,7 +108,6 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
 
 
 def _describe_stages(layers: list[range], layout: Layout) -> str:
-    """Return a line with the layers of each stage and the idle share of a step."""
     stages, micro_batches = len(layers), layout.micro_batches
     parts = " and ".join(f"{part[0]}-{part[-1]}" for part in layers)
     return (

@@ -203,7 +203,6 @@ def step_model(run_dir: RunDir, step: int) -> Path:
 
 
 def is_step_model(folder: Path) -> bool:
-    """Return whether a run has written this folder as the model of a step."""
     return (read_listing(folder) or {}).get(_MARK) == folder.parent.name
 
 

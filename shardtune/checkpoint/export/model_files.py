@@ -144,7 +144,6 @@ class Export(ABC):
         return {"dtype": self._dtype, "tensors": sum(len(unit.exported) for unit in self._units)}
 
     def is_in(self, out: Path, about: Mapping[str, Any]) -> bool:
-        """Whether `out` is this model already."""
         expected = {**about, **self._summary}
         return (read_listing(out) or {}).items() >= expected.items()
 
@@ -244,7 +243,6 @@ class WholeModel(Export):
             return {name: tensors[name][...]}
 
     def _with_dtypes(self, unit: Unit, source: Mapping[str, Any] | None) -> Unit:
-        """Give each tensor the dtype of the source, or the one that is asked for."""
         exact = self._model._keep_in_fp32_modules_strict or ()
         dtype_of_config = cast(torch.dtype | None, self._model.config.dtype)
 

@@ -54,7 +54,6 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:
 
 
 def _lora(checkpoint: Checkpoint) -> LoraConfig | None:
-    """Return the adapters' settings, or None where every weight was trained."""
     lora = LoraConfig.model_validate(checkpoint.state["config"].get("lora", {}))
     return lora if lora.rank else None
 

@@ -68,12 +68,10 @@ class ExportCommand:
             self._end("the run ends")
 
     def give_up(self) -> None:
-        """End the command, and run it for no further model."""
         self._end("a signal asks the run to stop")
         self._command = None
 
     def models_in_use(self) -> Iterator[Path]:
-        """Yield the models that a command reads, or waits for."""
         yield from (each[0] for each in (self._running, self._waiting) if each)
 
     def start(self, model: Path, step: int) -> None:
@@ -96,7 +94,6 @@ class ExportCommand:
             self._launch(model, step)
 
     def _finish(self) -> None:
-        """Wait until all commands have ended, but no longer than the timeout."""
         deadline = time.monotonic() + self._timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             while self._running:
@@ -159,7 +156,6 @@ class ExportCommand:
         logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
 
     def _end(self, why: str) -> None:
-        """End the command that runs, with the processes of its group."""
         running, waiting = self._running, self._waiting
         self._running = self._waiting = None
         if not running:
@@ -175,7 +171,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(output: Path) -> str:
-    """Return the last line of a command's output that is not blank; "" where it is not there."""
     with contextlib.suppress(OSError), output.open("rb") as file:  # it may have deleted it
         file.seek(max(0, output.stat().st_size - _LAST_BYTES))
         return file.read().decode(errors="replace").strip().rpartition("\n")[2].strip()

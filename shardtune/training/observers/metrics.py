@@ -71,7 +71,6 @@ def all_gather_step_stats(
     expert_tokens: torch.Tensor,  # float64 [experts of all layers]
     world: World,
 ) -> StepStats:
-    """Gather the numbers of a step from all ranks. Collective."""
     # One collective has all numbers, the wish to stop among them. `tolist` is the only place of a
     # step where the host waits for the device, and all arithmetic before it runs there in float64.
     per_rank = world.all_gather_scalars(

@@ -96,7 +96,6 @@ def _duration(seconds: float) -> str:
 
 
 def inspect_command(config: Config, step: int) -> str:
-    """Return the command that shows the records of a step."""
     return f"python -m shardtune inspect-data --config {config.run.dir}/config.yaml --step {step}"
 
 

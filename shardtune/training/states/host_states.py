@@ -27,7 +27,6 @@ _ROW = 2048  # elements whose squares are summed up in float32
 
 
 def piece_rows(n_columns: int) -> int:
-    """Return the rows of a piece of a matrix."""
     return max(1, PIECE // n_columns)
 
 
