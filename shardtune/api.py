@@ -47,11 +47,7 @@ class Plan:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the run in `path`, its `run.dir`; it may be unfinished.
-
-    Raises:
-        UserError: there is no run.
-    """
+    """Read the run in `path`, its `run.dir`; it may be unfinished. Raises UserError."""
     run = report.read_run(Path(path))
     steps, evaluations, plan, scores = map(run.of_kind, ("step", "eval", "plan", "score"))
     return Run(steps, evaluations, plan, scores, run.unread)

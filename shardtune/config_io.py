@@ -86,8 +86,7 @@ class Parser(argparse.ArgumentParser):
 def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config:
     """Read the arguments of train_fsdp.py: [--config FILE] [section.key=value ...].
 
-    Raises:
-        UserError: with every problem of the arguments, the file and the environment.
+    Raises UserError.
     """
     parser = Parser(prog="train_fsdp.py", allow_abbrev=False)
     add_run_arguments(parser, default_config)
@@ -113,10 +112,8 @@ def load_config(
 ) -> Config:
     """Read a file, then JOIN_TIMEOUT of `environ`, then `section.key=value` assignments.
 
-    `source`: the file, or a mapping as a file has it, whose keys may be `section.key` too.
-
-    Raises:
-        UserError: the file cannot be read, or with every problem of all three.
+    `source`: the file, or a mapping as a file has it, whose keys may be `section.key` too. Raises
+    UserError.
     """
     join_timeout = environ.get("JOIN_TIMEOUT")
     values: dict[str, Any] = {}
@@ -230,10 +227,8 @@ def write_config(config: Config, path: Path) -> None:
 def read_written(path: Path) -> dict[str, tuple[Any, str]]:
     """Return each key of a file of `write_config` with its value and its origin.
 
-    Origins are empty in a file of an earlier version, which wrote them as comments alone.
-
-    Raises:
-        UserError: the file cannot be read.
+    Origins are empty in a file of an earlier version, which wrote them as comments alone. Raises
+    UserError.
     """
     origins: Any = {}
     with contextlib.suppress(OSError, ValueError):

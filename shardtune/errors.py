@@ -72,11 +72,7 @@ class OutOfMemory(Exception):
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """Run every check, even after one has refused, and return their results.
-
-    Raises:
-        UserError: with the problems of all checks that refused.
-    """
+    """Run every check, even after one has refused, and return their results. Raises UserError."""
     results, problems = [], []
     for check in checks:
         try:

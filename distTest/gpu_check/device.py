@@ -23,11 +23,7 @@ _LEAST = 0.7  # the least share of the published rate; a slower GPU is throttled
 
 
 def device() -> Outcome:
-    """Name device, driver and versions, and measure bfloat16 products and copies.
-
-    Raises:
-        Failed: products are far slower than the data sheet says.
-    """
+    """Name device, driver and versions, and measure bfloat16 products and copies. Raises Failed."""
     size, times = (256, 2) if is_tiny() else (8192, 20)
     free, total = torch.cuda.mem_get_info()
     held = total - free

@@ -45,10 +45,7 @@ def train(
 ) -> Run:
     """Run train_fsdp.py without compilation; resume if a run has this name.
 
-    `ways`: those of wrapped.py.
-
-    Raises:
-        Failed: the run ended with another code than 0.
+    `ways`: those of wrapped.py. Raises Failed.
     """
     folder = work_folder() / name
     settings: dict[str, Any] = {"run.dir": folder, "model.compile": "false"}

@@ -38,9 +38,7 @@ STEPS, STEPS_BETWEEN_SAVES = 18, 7
 def main(arguments: Sequence[str]) -> None:
     """Rehearse in a temporary folder, which is kept if a check fails.
 
-    Raises:
-        UserError: the arguments are wrong.
-        RunFailed: the first check that failed.
+    Raises UserError, RunFailed.
     """
     end_on_signal("with all that it had started - run it again", code=1)
     options = _read_arguments(arguments)

@@ -83,8 +83,7 @@ class NodeProcesses:
     def read_until(self, what: str, result: Callable[[], T]) -> T:
         """Print the nodes' output, each line after `[node k] `, until `result` returns something.
 
-        Raises:
-            CheckFailed: `result` returned nothing in time, or before all nodes ended.
+        Raises CheckFailed.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:

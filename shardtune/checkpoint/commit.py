@@ -77,9 +77,7 @@ def write_and_commit(
     """Write this rank's file into the staging directory, and commit with all other ranks.
 
     `write` returns this rank's report. On rank 0 `build_manifest` takes the reports of all ranks.
-
-    Raises:
-        NotSaved: on every rank.
+    Raises NotSaved.
     """
     deadline = time.monotonic() + attempt.timeout_s
     everyone, leaders = range(len(attempt.leader_of)), sorted(set(attempt.leader_of))

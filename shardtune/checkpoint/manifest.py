@@ -150,10 +150,8 @@ def build_manifest(
     """Describe the files that all ranks reported.
 
     `kinds` has the dtype and shape of each tensor. `tied_weights` maps each name that is not stored
-    to the stored name of the same weight. `hosts` has `node` and `host` of each rank.
-
-    Raises:
-        ValueError: the chunks do not cover a tensor.
+    to the stored name of the same weight. `hosts` has `node` and `host` of each rank. Raises
+    ValueError.
     """
     entries: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "chunks": []}

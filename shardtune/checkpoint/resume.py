@@ -45,10 +45,7 @@ def agree_on_checkpoint(
     of a run with the same `beginning`, it goes on as with `auto`. `require_settings` refuses a
     checkpoint before its bytes are read. Each file is read by one of the ranks that see it. The
     reasons against newer checkpoints are logged. One that is prepared on all disks but not
-    committed is committed now.
-
-    Raises:
-        UserError: on every rank, if there are checkpoints and none can be used.
+    committed is committed now. Raises UserError.
     """
     if resume == "never" and beginning is None:
         return None

@@ -93,8 +93,7 @@ class Staging:
 def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging | None:
     """Allocate memory for a rank's tensors, or return None where a node lacks it. Collective.
 
-    Raises:
-        RunFailed: the memory cannot be pinned.
+    Raises RunFailed.
     """
     size, available = staged_bytes(tensors), available_memory()
     per_rank = world.all_gather_json([world.node_rank, size, available])
@@ -274,11 +273,7 @@ class Saver:
         self._outcome = [problem]
 
     def finish(self) -> Checkpoint:
-        """Wait for the current save, and open it.
-
-        Raises:
-            RunFailed: on every rank, if it did not succeed.
-        """
+        """Wait for the current save, and open it. Raises RunFailed."""
         self._wait()
         path = self._attempts[-1].final
         if self._problem:
@@ -289,11 +284,7 @@ class Saver:
         return replace(checkpoint, holders=holders)
 
     def _wait(self) -> None:
-        """Wait until the current save has ended on every rank.
-
-        Raises:
-            RunFailed: on every rank, if a disk does not answer long after the deadline.
-        """
+        """Wait until the current save has ended on every rank. Raises RunFailed."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s + _STUCK_AFTER_S)

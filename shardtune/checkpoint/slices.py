@@ -57,8 +57,7 @@ def slices_to_read(
 ) -> list[tuple[StoredChunk, list[slice], torch.Tensor]]:
     """Return the boxes of chunks that this rank reads, and where in its tensors each belongs.
 
-    Raises:
-        UserError: the checkpoint lacks tensors, or has them in another shape or dtype.
+    Raises UserError.
     """
     entries = checkpoint.manifest["tensors"]
     stored = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items()}

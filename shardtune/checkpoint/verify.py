@@ -23,11 +23,8 @@ _EXPORT_AGAIN = "export the model again, or restore it from a copy"
 def verify(directories: Sequence[Path]) -> list[str]:
     """Read every byte once, several files at a time, with a progress bar on a terminal.
 
-    The directories are exported models, and the parts of one checkpoint. Returns a problem
-    `<what> - <what to do>` for each damaged or missing file.
-
-    Raises:
-        UserError: as open_checkpoint.
+    The directories are exported models, and the parts of one checkpoint. Returns a problem `<what>
+    - <what to do>` for each damaged or missing file. Raises UserError.
     """
     parts = [path for path in directories if not os.path.lexists(path / LISTING)]
     problems = verify_checkpoint(parts) if parts else []

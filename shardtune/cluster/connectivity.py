@@ -18,11 +18,7 @@ _GATHER_TIMEOUT_S = 60.0
 
 
 async def require_paths(control: Control, environment: Environment) -> None:
-    """Connect every node with every other, and send messages both ways.
-
-    Raises:
-        UserError: on every node, with the nodes that cannot reach each other, and how.
-    """
+    """Connect every node with every other, and send messages both ways. Raises UserError."""
     server = await asyncio.start_server(_echo, environment.local_ip, 0)
     place = {
         "ip": environment.local_ip,

@@ -212,8 +212,7 @@ class Control:
     async def next_of_launch(self, what: str) -> tuple[int, Message] | None:
         """Return the next message while this node waits for `what`, or None after a moment.
 
-        Raises:
-            UserError: another node refuses the launch, or is lost.
+        Raises UserError.
         """
         received = await self.next(_POLL_S)
         message = received[1] if received else {}
@@ -263,12 +262,7 @@ class Control:
     async def gather(
         self, what: str, value: Message | Awaitable[Message], timeout_s: float
     ) -> list[Message]:
-        """Return every node's value in the order of the nodes, on every node.
-
-        Raises:
-            UserError: on every node, with the `problems` that a value names, or because a node
-                is lost or late.
-        """
+        """Return every node's value in the order of the nodes, on every node. Raises UserError."""
         self._round += 1
         self._spawn(self._hand_in(value, self._round))
         values: dict[int, Message] = {}

@@ -37,10 +37,7 @@ async def check_nodes(
 ) -> list[Message]:
     """Make all checks, and return every node's facts in the order of their ranks.
 
-    The master port is free then.
-
-    Raises:
-        UserError: on every node, with the reasons why this run cannot start.
+    The master port is free then. Raises UserError.
     """
     if len(control.nodes) > 1:
         await require_paths(control, environment)

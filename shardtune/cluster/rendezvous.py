@@ -43,11 +43,7 @@ _GIVE_UP_AFTER_S = {"refused": math.inf, "silent": 30.0, "stranger": 10.0}
 
 
 async def meet(environment: Environment, code: str) -> Control:
-    """Meet the other nodes. `code` is a digest of the programs that meet.
-
-    Raises:
-        UserError: not all nodes came in time, they contradict one another, or one has a problem.
-    """
+    """Meet the other nodes. `code` is a digest of the programs that meet. Raises UserError."""
     problems = [
         problem if environment.is_alone else f"{environment.name}: {problem}"
         for problem in environment.problems

@@ -26,9 +26,7 @@ _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def join_world(config: Config) -> World:
     """Meet the other processes that the launcher started; without a launcher, a world of one.
 
-    Raises:
-        UserError: GPUs that are too few, unseen by PyTorch or do not start, `parallel` does not
-            divide the ranks, or not all came in time.
+    Raises UserError.
     """
     settings = config.distributed
     is_launched = any(name in os.environ for name in _LAUNCHER_NUMBERS)
@@ -116,9 +114,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Sto
     """Wait for every rank, and return a part of the store that no earlier processes have used.
 
     A launcher that starts the ranks again keeps its store, with all that the last ones left there.
-
-    Raises:
-        UserError: some ranks did not come in time.
+    Raises UserError.
     """
     attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     store = dist.PrefixStore("/".join([*attempt, str(size)]), store)

@@ -16,8 +16,7 @@ _VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
     """Poll until all keys are in the store. The store's own wait would not react to signals.
 
-    Raises:
-        TimeoutError: they are not within `timeout_s` seconds.
+    Raises TimeoutError.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.001

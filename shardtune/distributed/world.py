@@ -101,10 +101,7 @@ class World:
 
         The values go through the store: a rank may arrive hours after another. Rank 0 collects them
         into one: if every rank read those of all, 512 ranks would ask the store half a million
-        times.
-
-        Raises:
-            TimeoutError: some have not come within `timeout_s` seconds.
+        times. Raises TimeoutError.
         """
         self.progress.meet()
         number = next(self._round)
@@ -124,8 +121,7 @@ class World:
     def require_same(self, values: Mapping[str, Any], remedy: str) -> None:
         """Refuse JSON-able values that are not node 0's, with both: collective.
 
-        Raises:
-            UserError: on every rank.
+        Raises UserError.
         """
         (node0, expected), *others = self.all_gather_json([self.node_name, dict(values)])
         problems = [

@@ -51,11 +51,7 @@ def require_page(out: Path) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the page, and say where it is and what it leaves out.
-
-    Raises:
-        UserError: a directory is not a run, or the page cannot be written.
-    """
+    """Write the page, and say where it is and what it leaves out. Raises UserError."""
     runs = all_of(*(partial(read_run, path) for path in options.runs))
     names = Counter(run.name for run in runs)
     runs = [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]

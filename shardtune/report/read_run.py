@@ -77,11 +77,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run's directory.
-
-    Raises:
-        UserError: `metrics.jsonl` cannot be read, or has no object of a run.
-    """
+    """Read a run's directory. Raises UserError."""
     file = path / METRICS
     try:
         lines = file.read_bytes().splitlines()

@@ -31,8 +31,7 @@ _OF_ORDER = ("run.seed", "data.train", "data.max_length", "data.packing")
 def show_step(config_path: Path, assignments: Sequence[str], number: int, as_json: bool) -> None:
     """Print the records that the run in run.dir trained, or would train, in a step.
 
-    Raises:
-        UserError: a wrong configuration, no such run or step, or other data than the run had.
+    Raises UserError.
     """
     config = load_config(config_path, assignments, os.environ)
     log_to_stderr()
@@ -78,8 +77,7 @@ def show_step(config_path: Path, assignments: Sequence[str], number: int, as_jso
 def _start_of(run: RunRecord, number: int) -> Entry:
     """Return the last start before a step, since a resume may change how ranks divide the rows.
 
-    Raises:
-        UserError: the run has no such step.
+    Raises UserError.
     """
     starts = [start for start in run.of_kind("start") if start["step"] < number]
     if not starts:

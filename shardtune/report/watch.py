@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Show the run until Ctrl-C, or once if the output is not a terminal.
-
-    Raises:
-        UserError: there is no run, and nobody at a terminal who may wait for it.
-    """
+    """Show the run until Ctrl-C, or once if the output is not a terminal. Raises UserError."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it ends the view without an error
     console = Console()
     if not console.is_terminal:

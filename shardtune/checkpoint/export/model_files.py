@@ -277,11 +277,7 @@ def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str,
 
 
 def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the dtype of an export.
-
-    Raises:
-        RunFailed: it has finite values beyond the dtype's, which would become infinite.
-    """
+    """Return a tensor in the dtype of an export. Raises RunFailed."""
     exported = tensor.to(dtype)
     if dtype == torch.float16 and (beyond := exported.isinf() & tensor.isfinite()).any():
         largest = tensor[beyond].abs().max().item()
@@ -293,12 +289,7 @@ def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def require_exportable(assets: Mapping[str, bytes], folder: Path) -> None:
-    """Refuse a source whose tensors an export could not have.
-
-    Raises:
-        UserError: it has other names, or different tensors for one that is trained. `folder` has
-            its weights.
-    """
+    """Refuse a source whose tensors an export could not have. Raises UserError."""
     model = on_meta(assets["config.json"])
     drop_towers(model)
     tied = model.all_tied_weights_keys
@@ -326,9 +317,7 @@ def require_index(folder: Path, path: str) -> None:
     """Look for a model's tensors in the index of its files, before these are fetched.
 
     Quantised sources are skipped, because their index has other names; a single file has no index.
-
-    Raises:
-        UserError: the index lacks tensors of the model `path`.
+    Raises UserError.
     """
     index, config = index_of_weights(folder), model_assets(folder)["config.json"]
     if index is None or quantisation_in(folder):
@@ -421,9 +410,7 @@ def _units_of_source(
     """Group the stored tensors, and give each the names that the source has for it.
 
     Tied weights may have several. Some sources leave out the prefix of the model without its head.
-
-    Raises:
-        UserError: a tensor has no such name, or another shape there.
+    Raises UserError.
     """
     tensors, prefix = source["tensors"], model.base_model_prefix
     # Where transformers keeps them for saving a model that it has loaded.
