@@ -19,7 +19,7 @@ from shardtune.garbage_collection import imports_without_gc
 with imports_without_gc():  # else each start takes a second longer
     import torch
 
-    from shardtune.checkpoint import Checkpoint, clear_leftovers, resume_rules
+    from shardtune.checkpoint import Checkpoint, clear_leftovers
     from shardtune.checkpoint.export.write import write_final_model
     from shardtune.config_io import read_run_arguments
     from shardtune.data.batch import Batch
@@ -178,9 +178,6 @@ def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began
     ended = StepEnded(step, stats, lr, seconds, seconds_by_phase, is_due)
     for observer in context.observers:
         observer.step_ended(ended)
-    resumed = context.run.resumed
-    if resumed and step.number == resumed.step + 1:  # the first use shows which parts are compiled
-        resume_rules.log_kinds(resumed, optim.kinds_of_run(context.optimizer, world))
     world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
 
 
@@ -250,9 +247,8 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
 def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
     context.run.world.progress.enter(Phase.SAVING)
-    kinds = {"kinds": optim.kinds_of_run(context.optimizer, context.run.world)}
     best = {"best": context.best.lowest} if context.best else {}
-    state = vars(step.end) | context.run_state | kinds | best
+    state = vars(step.end) | context.run_state | best
     # The metrics reach the disk first: a run that resumes from here has the lines of its steps.
     context.saver.save(state, context.metrics.sync, context.metrics.write)
 

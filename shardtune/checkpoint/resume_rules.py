@@ -6,7 +6,7 @@ A refusal has both values and the remedies.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,25 +76,6 @@ def saved_rows_per_step(resumed: Checkpoint) -> int:
     saved = resumed.state["config"]
     train, then = saved["train"], Layout.divided(resumed.world_size, saved["parallel"])
     return int(then.data_ranks * train["micro_batch_size"] * train["gradient_accumulation_steps"])
-
-
-def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:
-    """Log each kernel that is compiled now and was not, or the reverse: last bits may differ.
-
-    `kinds`: `compiled` or `eager`, by what is computed. Older checkpoints know the update's alone.
-    """
-    state = resumed.state
-    old = state.get("kinds") or {"the update of the weights": state.get("update")}
-    changed = [
-        f"{name} was {old[name]}, is {kind}"
-        for name, kind in kinds.items()
-        if old.get(name) not in (kind, None)
-    ]
-    if changed:
-        logger.info(
-            f"Changed since {resumed.name}: {', '.join(changed)}, so that the last bits of the "
-            "following steps may differ from an uninterrupted run's"
-        )
 
 
 def require_same_data(resumed: Checkpoint, digest: str) -> None:

@@ -90,22 +90,6 @@ def compile_update(optimizer: ShardedOptimizer, config: Config, world: World) ->
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 
-def kinds_of_run(optimizer: ShardedOptimizer, world: World) -> dict[str, str]:
-    """Return, by name, which computations of the run are `compiled` and which `eager`. Collective.
-
-    A computation that one rank runs eager counts as eager.
-    """
-    # The kinds decide the last bits of a run's numbers: compiled kernels of a GPU round a product
-    # and a sum together, once, and divide less exactly.
-    if world.device.type != "cuda":
-        return {}
-    kinds = dict(compiling.kinds)
-    if not optimizer.rule.is_fused:
-        kinds["the update of the weights"] = "compiled" if optimizer.is_compiled else "eager"
-    per_rank = [list(each.items()) for each in world.all_gather_json(kinds)]
-    return dict(sorted(chain(*per_rank), key=lambda item: item[1] == "eager"))
-
-
 def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:
     """Return the learning rate of step `step` (from 1).
 
