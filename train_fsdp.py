@@ -35,11 +35,10 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.training import optim
     from shardtune.training.build_context import build_train_context, find_pending_model
     from shardtune.training.context import TrainContext
-    from shardtune.training.data_and_schedule import make_schedule, read_data
+    from shardtune.training.data_and_schedule import make_schedule, prefetch, read_data
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
     from shardtune.training.observers.metrics import StepEnded, StepStats, all_gather_step_stats
     from shardtune.training.out_of_memory import step_fits, weights_fit
-    from shardtune.training.prefetch import prefetch
     from shardtune.training.read_model import read_model_files
     from shardtune.training.run import open_run
     from shardtune.training.start_log import describe_start, start_logging

@@ -27,7 +27,7 @@ import xxhash
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import ASSETS, find_committed, step_of
-from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
+from shardtune.distributed.world import delete_value, get_value, set_value, wait_for
 from shardtune.errors import first_few, first_line
 from shardtune.log import node_logger
 

@@ -13,14 +13,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.config import KEYS, Config, resume_may_change
+from shardtune.config import Config, resume_may_change
 from shardtune.config_io import changed_keys
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, counted
 from shardtune.log import logger
-from shardtune.run_files import VERSION
 
 _START_ANEW = "start anew with run.resume=never or another run.dir"
 
@@ -34,14 +33,6 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     # Frozen weights are compared by their digest, so their folder may have another name.
     decided = {"model.path"} if "weights" in resumed.state else set()
     forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
-    if unknown := [f"{key}={json.dumps(old)}" for key, old, _ in forbidden if key not in KEYS]:
-        written = resumed.manifest["versions"].get("shardtune", VERSION)
-        number = f" ({written}; this is {VERSION})" if written != VERSION else ""
-        raise UserError(
-            f"{resumed.name} was trained with {', '.join(unknown)}, which this version of "
-            f"shardtune does not know - resume with the version that wrote it{number}, or "
-            f"{_START_ANEW}"
-        )
     _require_equal(resumed, "set it back", forbidden)
 
 

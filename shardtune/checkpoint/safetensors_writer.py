@@ -24,7 +24,7 @@ def write_safetensors(
 
     `layout` gives each tensor's dtype and shape, wide dtypes first, which aligns every tensor.
     Returns the file, whose first part is the header, and each tensor's byte range in it.
-    https://github.com/huggingface/safetensors#format Raises OSError.
+    https://github.com/huggingface/safetensors#format. Raises OSError.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     ranges = {}

@@ -73,11 +73,7 @@ def _file_facts(config: Config) -> Message:
         if kind_of(file.name) or file.suffix == ".arrow"
     }
     model = {file.name: file for file in _files_in(Path(config.model.path))}
-    remarks = [
-        f"{key}={spec} is a name of the hub, and not compared before the run"
-        for key, spec in (specs | {"model.path": config.model.path}).items()
-        if not split_path(spec)[0].exists()
-    ]
+    remarks = list[str]()
     return {
         "data": _digests("the data", data, remarks),
         "model": _digests("the model's files", model, remarks),

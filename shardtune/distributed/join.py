@@ -16,8 +16,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
-from shardtune.distributed.store import wait_for
-from shardtune.distributed.world import World, set_collective_timeout
+from shardtune.distributed.world import World, set_collective_timeout, wait_for
 from shardtune.errors import UserError, first_few, first_line
 
 _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -153,7 +153,7 @@ def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path), "--only", *only])
     with pytest.raises(SystemExit, match="ERROR: device failed - "):
         gpu_check.main()
-    card = yaml.safe_load((tmp_path / "card.yaml").read_text(encoding="utf-8"))
+    card = yaml.safe_load((tmp_path / "card.json").read_text(encoding="utf-8"))
     verdicts = {"device": "failed", "losses": "ok", "speed-glm-4.5-air": "skipped"}
     assert card["checks"] == verdicts
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def test_results_stay_beside_those_of_other_checks_and_a_limit_holds_for_chosen_
                 gpu_check.main()
     rows = yaml.safe_load((tmp_path / "results.json").read_text(encoding="utf-8"))["checks"]
     assert [row["check"] for row in rows] == ["smoke", "attention", "experts"]
-    card = yaml.safe_load((tmp_path / "card.yaml").read_text(encoding="utf-8"))
+    card = yaml.safe_load((tmp_path / "card.json").read_text(encoding="utf-8"))
     assert card["versions"]["shardtune"] == "c0ffee"
     monkeypatch.setattr(sys, "argv", [*command, "attention", "loss-head", "--limit-s", "1"])
     with pytest.raises(SystemExit, match="ERROR: no check could be made - see why in the table"):
@@ -238,7 +238,7 @@ def test_every_check_passes_on_a_pretended_gpu(tmp_path):
     assert not list((tmp_path / "out").glob("*/")), "models and checkpoints are removed"
     card, committed = (
         yaml.safe_load(path.read_text(encoding="utf-8"))
-        for path in (tmp_path / "out/card.yaml", PRETENDED)
+        for path in (tmp_path / "out/card.json", PRETENDED)
     )
     assert card.keys() == committed.keys()
     for name in SPEEDS:

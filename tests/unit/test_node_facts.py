@@ -265,9 +265,6 @@ def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
         "data.train: train.jsonl",
         "data.eval: x.arrow",
     ]
-    assert facts["remarks"] == [
-        "model.path=a/b is a name of the hub, and not compared before the run"
-    ]
 
 
 def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
