@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from enum import Enum, auto
 from pathlib import Path
 
-from shardtune.imports import imports_without_gc
+from shardtune.garbage_collection import imports_without_gc
 
 with imports_without_gc():  # else each start takes a second longer
     import torch
 
-    from shardtune.checkpoint import Checkpoint, clear_leftovers, resume_rules
+    from shardtune.checkpoint import Checkpoint, clear_leftovers
     from shardtune.checkpoint.export.write import write_final_model
     from shardtune.config_io import read_run_arguments
     from shardtune.data.batch import Batch
@@ -29,18 +29,16 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.distributed.progress import Phase
     from shardtune.distributed.signals import StopRequest, end_on_signal
     from shardtune.errors import AGAIN, Preempted
+    from shardtune.garbage_collection import collect_if_due, collected_by_micro_batch
     from shardtune.log import logger
     from shardtune.planner.run_plan import RunPlan
     from shardtune.training import optim
     from shardtune.training.build_context import build_train_context, find_pending_model
     from shardtune.training.context import TrainContext
-    from shardtune.training.data_and_schedule import make_schedule, read_data
+    from shardtune.training.data_and_schedule import make_schedule, prefetch, read_data
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
-    from shardtune.training.garbage_collection import collect_if_due, collected_by_micro_batch
-    from shardtune.training.observers.metrics import StepStats, all_gather_step_stats
-    from shardtune.training.observers.observer import StepEnded
+    from shardtune.training.observers.metrics import StepEnded, StepStats, all_gather_step_stats
     from shardtune.training.out_of_memory import step_fits, weights_fit
-    from shardtune.training.prefetch import prefetch
     from shardtune.training.read_model import read_model_files
     from shardtune.training.run import open_run
     from shardtune.training.start_log import describe_start, start_logging
@@ -179,9 +177,6 @@ def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began
     ended = StepEnded(step, stats, lr, seconds, seconds_by_phase, is_due)
     for observer in context.observers:
         observer.step_ended(ended)
-    resumed = context.run.resumed
-    if resumed and step.number == resumed.step + 1:  # the first use shows which parts are compiled
-        resume_rules.log_kinds(resumed, optim.kinds_of_run(context.optimizer, world))
     world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
 
 
@@ -251,9 +246,8 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
 def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
     context.run.world.progress.enter(Phase.SAVING)
-    kinds = {"kinds": optim.kinds_of_run(context.optimizer, context.run.world)}
     best = {"best": context.best.lowest} if context.best else {}
-    state = vars(step.end) | context.run_state | kinds | best
+    state = vars(step.end) | context.run_state | best
     # The metrics reach the disk first: a run that resumes from here has the lines of its steps.
     context.saver.save(state, context.metrics.sync, context.metrics.write)
 

@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.sides import FAILED, TOLERANCE
 from distTest.workloads.chats import MIXES
-from distTest.workloads.machine import commit, cpu, output_of, versions
-from distTest.workloads.script import REPOSITORY, absolute
+from distTest.workloads.script import REPOSITORY, absolute, commit, cpu, output_of, versions
 
 # Modules with `variants(options)`; `measure(options, *variant)`, which returns figures of the
 # variant, or nothing; and `lines(options, figures, *variant)`. In the order of the page.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.errors import Ending, RunFailed, first_line, print_errors, require_packages
-from shardtune.imports import imports_without_gc
+from shardtune.garbage_collection import imports_without_gc
 
 if TYPE_CHECKING:
     from shardtune.config_io import Parser

@@ -47,11 +47,7 @@ class Plan:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the run in `path`, its `run.dir`; it may be unfinished.
-
-    Raises:
-        UserError: there is no run.
-    """
+    """Read the run in `path`, its `run.dir`; it may be unfinished. Raises UserError."""
     run = report.read_run(Path(path))
     steps, evaluations, plan, scores = map(run.of_kind, ("step", "eval", "plan", "score"))
     return Run(steps, evaluations, plan, scores, run.unread)
@@ -77,25 +73,14 @@ def plan(
     Raises:
         UserError: the run would be refused.
     """
+    given = dict(locals())  # the arguments alone
     from shardtune.planner.arithmetic.figures import Cause
     from shardtune.planner.command.plan_command import plan_config
     from shardtune.planner.command.verdict import verdict
 
-    options = Namespace(
-        config=config if isinstance(config, Mapping) else Path(config),
-        assignments=assignments,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu=gpu,
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
-        nic_gbps=nic_gbps,
-        nvlink_gbps=nvlink_gbps,
-        gpu_tflops=gpu_tflops,
-        tokens=None,
-        price=None,
-    )
-    run, _, lines = plan_config(options)
+    if not isinstance(config, Mapping):
+        given["config"] = Path(config)
+    run, _, lines = plan_config(Namespace(**given, tokens=None, price=None))
     between, inside = run.received
     return Plan(
         fits=run.fits,

@@ -16,18 +16,15 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoTokenizer, GenerationConfig, TextStreamer
-from transformers.quantizers import AutoHfQuantizer
 
-from shardtune.checkpoint.export.listing import read_listing
+from shardtune.checkpoint.assets import read_listing
 from shardtune.checkpoint.run_dir import ADAPTER, BEST
 from shardtune.config_io import read_written
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 from shardtune.errors import UserError, print_errors
 from shardtune.log import quiet_libraries
-from shardtune.model.facts.of_config import method_of
-from shardtune.model.source.files import known_config, model_folder, refusing
-from shardtune.model.source.quantised import quantisation_in
+from shardtune.model.source.files import known_config, refusing
 from shardtune.model.source.text_model import class_of
 from shardtune.model.source.weight_files import ADAPTER_CONFIG, describe
 from shardtune.model.traits import number
@@ -94,9 +91,6 @@ class Model:
                 base = json.loads(file.read_bytes())["base_model_name_or_path"]
                 base = base or "a base that was drawn at random"
             config = known_config(base)
-            quantisation = quantisation_in(model_folder(base) or Path(base))
-            if quantisation and not AutoHfQuantizer.supports_quant_method(quantisation):
-                raise ValueError(f"quantised by {method_of(quantisation)}")
             model, report = class_of(config).from_pretrained(
                 base,
                 config=config,
@@ -158,8 +152,6 @@ class Model:
                 ) from error
         ids = self.tokenizer(prompts, add_special_tokens=not has_template)["input_ids"]
         length, positions = max(map(len, ids)), self._positions
-        if not all(ids):
-            raise UserError(f"the chat template of {self._path} leaves the question out - mend it")
         if length >= positions:
             problem = f"the question has {length} tokens, the model {positions} positions"
             raise UserError(f"{problem} - shorten it")

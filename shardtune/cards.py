@@ -82,8 +82,7 @@ _DEVICES = {
 def card_named(name: str) -> Card:
     """Return the card of `--gpu`: a name of the table, however it is spaced, or a device's name.
 
-    Raises:
-        UserError: the name is not known; the message has the nearest names.
+    Raises UserError.
     """
     known = {_plain(other): card for other, card in CARDS.items()} | {"a100": CARDS["A100-80"]}
     if card := card_of(name) or known.get(_plain(name)):

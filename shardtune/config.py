@@ -21,7 +21,6 @@ MAY_CHANGE: JsonDict = {"resume": "may change"}  # on a section: all of its keys
 
 
 def _changeable(default: Any, **marks: JsonValue) -> Any:
-    """Return a field that a resume may change."""
     return Field(default=default, json_schema_extra=MAY_CHANGE | marks)
 
 
@@ -427,11 +426,6 @@ KEYS: dict[str, FieldInfo] = {
 
 
 def resume_may_change(key: str) -> bool:
-    """Return whether a resumed run may have another value of `section.key` than its checkpoint."""
     section = SECTIONS.get(key.partition(".")[0], Section).model_config.get("json_schema_extra")
-    marks = _marks(key) if key in KEYS else {}
+    marks = KEYS[key].json_schema_extra if key in KEYS else {}
     return any("resume" in cast(JsonDict, each or {}) for each in (section, marks))
-
-
-def _marks(key: str) -> JsonDict:
-    return cast(JsonDict, KEYS[key].json_schema_extra or {})

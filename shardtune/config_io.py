@@ -37,23 +37,11 @@ _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above"}
 _BOUNDS |= {"exclusiveMaximum": "below", "maximum": "at most"}
 
 
-class _NotAllowed(yaml.MarkedYAMLError):
-    """Valid YAML that a configuration may not have."""
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values, no tags, and no key twice.
+    """YAML 1.2's plain values, and no key twice.
 
     In PyYAML's 1.1 `1e-5` is text, `no` false, `1:30` 90 and `010` 8.
     """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if tag := getattr(event, "tag", None):
-            shown = re.sub("^tag:yaml.org,2002:", "!!", tag)
-            problem = f"{shown} is a tag, and a value has none here - write the value alone"
-            raise _NotAllowed(None, None, problem, event.start_mark)
-        return super().compose_node(parent, index)
 
     def construct_number(self, node: yaml.Node) -> int | float:
         """Return an integer for `1e3` too; float keys accept an integer."""
@@ -65,7 +53,7 @@ class _Loader(yaml.SafeLoader):
         for i, (key, _) in enumerate(node.value):
             if key.value in names[:i]:
                 problem = f"{key.value} is given twice - keep one of them"
-                raise _NotAllowed(None, None, problem, key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -98,8 +86,7 @@ class Parser(argparse.ArgumentParser):
 def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config:
     """Read the arguments of train_fsdp.py: [--config FILE] [section.key=value ...].
 
-    Raises:
-        UserError: with every problem of the arguments, the file and the environment.
+    Raises UserError.
     """
     parser = Parser(prog="train_fsdp.py", allow_abbrev=False)
     add_run_arguments(parser, default_config)
@@ -125,16 +112,13 @@ def load_config(
 ) -> Config:
     """Read a file, then JOIN_TIMEOUT of `environ`, then `section.key=value` assignments.
 
-    `source`: the file, or a mapping as a file has it, whose keys may be `section.key` too.
-
-    Raises:
-        UserError: the file cannot be read, or with every problem of all three.
+    `source`: the file, or a mapping as a file has it, whose keys may be `section.key` too. Raises
+    UserError.
     """
     join_timeout = environ.get("JOIN_TIMEOUT")
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
     texts = {name: text for name, equals, text in (a.partition("=") for a in assignments) if equals}
-    objections = {name: problem for name, text in texts.items() if (problem := _objection(text))}
     for origin, given in {
         "file": _read_file(source)
         if isinstance(source, Path)
@@ -157,9 +141,8 @@ def load_config(
         for each in error.errors():
             refused.setdefault(".".join(map(str, each["loc"][:2])), []).append(each)
     problems = [_no_assignment(argument) for argument in assignments if "=" not in argument]
-    problems += [f"{key}={texts[key]} (command line): {what}" for key, what in objections.items()]
     problems += [_unknown(name, origins[name]) for name in values if name not in KEYS]
-    for key in (key for key in KEYS if key not in objections):
+    for key in KEYS:
         said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
         if key in refused and key not in values:
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
@@ -244,10 +227,8 @@ def write_config(config: Config, path: Path) -> None:
 def read_written(path: Path) -> dict[str, tuple[Any, str]]:
     """Return each key of a file of `write_config` with its value and its origin.
 
-    Origins are empty in a file of an earlier version, which wrote them as comments alone.
-
-    Raises:
-        UserError: the file cannot be read.
+    Origins are empty in a file of an earlier version, which wrote them as comments alone. Raises
+    UserError.
     """
     origins: Any = {}
     with contextlib.suppress(OSError, ValueError):
@@ -399,22 +380,11 @@ def _no_assignment(argument: str) -> str:
     return f"{argument} is not an assignment - write {form}=value"
 
 
-def _objection(text: str) -> str | None:
-    """Return the disallowed part of a YAML text, with the remedy."""
-    try:
-        yaml.load(text, _Loader)
-    except _NotAllowed as error:
-        return str(error.problem)
-    except yaml.YAMLError:  # it is a text, as `*.jsonl` is
-        pass
-    return None
-
-
 def _parse(text: str) -> Any:
     """Return the value of a YAML text, or the text itself where YAML rejects it."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return text
 
 

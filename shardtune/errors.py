@@ -72,11 +72,7 @@ class OutOfMemory(Exception):
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """Run every check, even after one has refused, and return their results.
-
-    Raises:
-        UserError: with the problems of all checks that refused.
-    """
+    """Run every check, even after one has refused, and return their results. Raises UserError."""
     results, problems = [], []
     for check in checks:
         try:
@@ -113,7 +109,6 @@ def first_few(names: Sequence[object], limit: int) -> str:
 
 
 def divisors_text(number: int) -> str:
-    """Return the divisors of a number, as "1, 2, 3, 6"."""
     return ", ".join(str(other) for other in range(1, number + 1) if number % other == 0)
 
 

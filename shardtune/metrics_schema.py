@@ -1,14 +1,13 @@
 """metrics.jsonl of a run: each line is an object of one of these kinds.
 
-The run builds them, the report and the live view check what they read by them, and
 `python -m shardtune.metrics_schema` prints docs/metrics.md. The text below a field is its meaning
-on that page. This module does not import torch.
+there. This module does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NotRequired, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -305,15 +304,6 @@ Entry = (
 KINDS: dict[str, Any] = {
     get_args(get_type_hints(entry)["kind"])[0]: entry for entry in get_args(Entry)
 }
-
-
-def fields_of(kind: str) -> dict[str, Any]:
-    """Return the type of each field of a kind."""
-    hints = get_type_hints(KINDS[kind], include_extras=True)
-    return {
-        name: get_args(hint)[0] if get_origin(hint) is NotRequired else hint
-        for name, hint in hints.items()
-    }
 
 
 _INTRODUCTION = """\

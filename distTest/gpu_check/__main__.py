@@ -19,15 +19,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 from distTest.gone import refuse_gone
-from distTest.gpu_check.card import make_card, write_card
 from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, Check
-from distTest.workloads.machine import commit
-from distTest.workloads.script import REPOSITORY, offline
+from distTest.workloads.script import REPOSITORY, commit, offline, versions
 
+_PRETENDED = ", pretended, with small shapes: losses count, and rates, times and MFU say nothing"
+_OF_RUN = ("model", "parameters", "command", "memory", "eager", "compiled")  # of a check of speed
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 
@@ -54,7 +56,7 @@ def main() -> None:
         sys.stdout.flush()
         write_results(options, list(results.values()), time.monotonic() - started)
     print(f"\n{table(list(results.values()))}\n")
-    print(f"Written: {options.out}: results.md, results.json, card.md, card.yaml")
+    print(f"Written: {options.out}: results.md, results.json, card.json")
     if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
         sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
     if not any(row["verdict"] == "ok" for row in rows):
@@ -108,7 +110,6 @@ def read_options() -> argparse.Namespace:
 
 
 def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one check in a process; return its verdict, summary, figures and seconds."""
     if left_s < check.seconds:
         why = f"it takes about {check.seconds} s, and {max(0, left_s):.0f} s are left"
         return skipped(f"{why} - python -m distTest.gpu_check --only {check.name}")
@@ -141,7 +142,6 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
 
 
 def end_all_of(process: subprocess.Popen[Any]) -> None:
-    """Kill the processes of a check's session that still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -153,7 +153,6 @@ def last_line(log: Path) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows as Markdown."""
     head = ["| check | verdict | seconds | |", "|---|---|---|---|"]
     return "\n".join(
         head
@@ -180,7 +179,30 @@ def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], secon
     written.write_text(text + "\n", encoding="utf-8")
     written.replace(options.out / "results.json")
     (options.out / "results.md").write_text(table(rows) + "\n", encoding="utf-8")
-    write_card(options.out, make_card(rows, about))
+    card = json.dumps(make_card(rows, about), indent=1)
+    (options.out / "card.json").write_text(card + "\n", encoding="utf-8")
+
+
+def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+    figures = {row["check"]: row["figures"] for row in rows}
+    device = figures.get("device", {})
+    card: dict[str, Any] = {
+        "weights": "random",
+        "date": about["date"][:10],
+        "device": device.get("device", "unknown") + (_PRETENDED if about["tiny"] else ""),
+        "driver": device.get("driver", "unknown"),
+        "versions": {"shardtune": about["commit"], "python": about["python"]},
+        "made_by": about["command"],
+    }
+    with contextlib.suppress(PackageNotFoundError):
+        card["versions"] |= versions() | {"cuda": device.get("cuda")}
+    for name, run in figures.items():
+        if "eager" in run:
+            card[name] = {key: run[key] for key in _OF_RUN if key in run}
+    if ms := figures.get("optimizer", {}).get("ms_per_1e6_parameters"):
+        card["update_ms_per_1e6_parameters"] = {way: round(took, 4) for way, took in ms.items()}
+    card["checks"] = {row["check"]: row["verdict"] for row in rows}
+    return card
 
 
 if __name__ == "__main__":

@@ -44,11 +44,7 @@ def main() -> None:
 
 
 def require_environment() -> None:
-    """Import the project, and look for a GPU.
-
-    Raises:
-        Skipped: the environment is too old for the project, lacks a package, or sees no GPU.
-    """
+    """Import the project, and look for a GPU. Raises Skipped."""
     try:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         versions["Python"] = platform.python_version()

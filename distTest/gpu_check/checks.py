@@ -64,12 +64,10 @@ def result_path() -> Path:
 
 
 def is_tiny() -> bool:
-    """Return whether shapes are small, as a pretended GPU needs."""
     return bool(os.environ.get("GPU_CHECK_TINY"))
 
 
 def require(problems: list[str], summary: str, figures: dict[str, Any]) -> Outcome:
-    """Return the outcome of a check, or raise Failed if there are problems."""
     if problems:
         raise Failed("; ".join([*problems, summary]), figures)
     return Outcome(summary, figures)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
-from distTest.workloads.machine import output_of
+from distTest.workloads.script import output_of
 from shardtune.distributed.gpus import use_gpu
 from shardtune.errors import first_line
 from shardtune.model.flops import published_peak
@@ -23,11 +23,7 @@ _LEAST = 0.7  # the least share of the published rate; a slower GPU is throttled
 
 
 def device() -> Outcome:
-    """Name device, driver and versions, and measure bfloat16 products and copies.
-
-    Raises:
-        Failed: products are far slower than the data sheet says.
-    """
+    """Name device, driver and versions, and measure bfloat16 products and copies. Raises Failed."""
     size, times = (256, 2) if is_tiny() else (8192, 20)
     free, total = torch.cuda.mem_get_info()
     held = total - free
@@ -109,7 +105,6 @@ def held_by_others(n_bytes: int) -> str | None:
 
 
 def slowness(flops_per_s: float, published: float | None) -> str | None:
-    """Return a problem if the GPU is far below its published rate, or None."""
     if published is None or flops_per_s >= _LEAST * published:
         return None
     return (
@@ -120,7 +115,6 @@ def slowness(flops_per_s: float, published: float | None) -> str | None:
 
 
 def nvidia_smi(query: str) -> str:
-    """Return the first GPU's answer, or `unknown`."""
     answer = output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     return answer.partition("\n")[0] or "unknown"
 

@@ -21,7 +21,6 @@ _TOKENS = 4000  # the tokenizer's vocabulary
 
 
 def work_folder() -> Path:
-    """Return the folder for what this check writes; it is removed at the end."""
     return Path(os.environ["GPU_CHECK_WORK"])
 
 
@@ -46,10 +45,7 @@ def train(
 ) -> Run:
     """Run train_fsdp.py without compilation; resume if a run has this name.
 
-    `ways`: those of wrapped.py.
-
-    Raises:
-        Failed: the run ended with another code than 0.
+    `ways`: those of wrapped.py. Raises Failed.
     """
     folder = work_folder() / name
     settings: dict[str, Any] = {"run.dir": folder, "model.compile": "false"}

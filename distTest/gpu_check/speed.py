@@ -123,7 +123,6 @@ def _plan(assignments: Sequence[str]) -> Plan:
 
 
 def _compare(plan: Plan, measured: dict[str, Any]) -> tuple[list[str], str, dict[str, Any]]:
-    """Return problems, a text and figures of the peak that was planned and the one reached."""
     phase, peak = max(plan.peaks.items(), key=lambda item: item[1].n_bytes)
     reached, reserved = measured["peak_bytes"], measured["reserved_bytes"]
     figures = {

@@ -68,7 +68,6 @@ def losses() -> Outcome:
 
 
 def _settings(family: str) -> list[str]:
-    """Return the assignments of a run of a small model."""
     length = 128 if is_tiny() else 512
     model = save_model(family, family, _FAMILIES[family] | (_TINY if is_tiny() else {}))
     return [

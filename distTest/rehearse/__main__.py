@@ -38,9 +38,7 @@ STEPS, STEPS_BETWEEN_SAVES = 18, 7
 def main(arguments: Sequence[str]) -> None:
     """Rehearse in a temporary folder, which is kept if a check fails.
 
-    Raises:
-        UserError: the arguments are wrong.
-        RunFailed: the first check that failed.
+    Raises UserError, RunFailed.
     """
     end_on_signal("with all that it had started - run it again", code=1)
     options = _read_arguments(arguments)
@@ -90,8 +88,8 @@ def _rehearse(options: Namespace, folder: Path) -> None:
 
 def _write_inputs(options: Namespace, folder: Path) -> list[str]:
     """Write model and data; return the arguments of the launch scripts after `--config`."""
-    from distTest.rehearse.tiny_model import make_model  # PyTorch: seconds
-    from distTest.workloads.small_models import ROW_TOKENS, write_rows
+    # PyTorch: seconds
+    from distTest.workloads.small_models import ROW_TOKENS, make_model, write_rows
 
     config = load_config(options.config, options.assignments, {})
     print(f"Model: {make_model(config.model.path, options.ranks, folder / 'model')}")
@@ -120,7 +118,6 @@ def _write_inputs(options: Namespace, folder: Path) -> list[str]:
 def _node_commands(
     options: Namespace, folder: Path, arguments: list[str]
 ) -> Iterator[list[list[str]]]:
-    """Yield the command of each node, in network namespaces or else on loopback."""
     (folder / "tmp").mkdir()
     with contextlib.ExitStack() as stack:
         if obstacle := "--loopback" if options.loopback else namespaces.obstacle():
@@ -199,7 +196,6 @@ def _check_resume(nodes: NodeProcesses, saved: str) -> int:
 
 
 def _read_steps(run_dir: Path) -> list[list[float]]:
-    """Return number, loss and gradient norm of each step in metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
     return [[step[key] for key in ("step", "loss", "grad_norm")] for step in steps]

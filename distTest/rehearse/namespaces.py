@@ -40,7 +40,6 @@ class Node:
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, self.host]
 
     def ip(self, *arguments: str) -> str:
-        """Run `ip` in the node, as in `node.ip("link", "set", node.interface, "down")`."""
         return _ip("-n", self.name, *arguments)
 
     def limit(self, bits_per_s: int) -> None:
@@ -59,7 +58,6 @@ class Node:
         return int(counters["bytes"] - HEADER_BYTES * counters["packets"])
 
     def kill_all(self) -> None:
-        """End every process of the node with SIGKILL, as a power cut does."""
         for pid in _ip("netns", "pids", self.name).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)

@@ -44,7 +44,6 @@ def kill(node: int) -> None:
 
 
 def processes_of(rehearsal_pid: int, node: int) -> list[psutil.Process]:
-    """Return the processes that a node of a rehearsal has started."""
     return [
         process
         for process in psutil.process_iter(["environ"])
@@ -84,8 +83,7 @@ class NodeProcesses:
     def read_until(self, what: str, result: Callable[[], T]) -> T:
         """Print the nodes' output, each line after `[node k] `, until `result` returns something.
 
-        Raises:
-            CheckFailed: `result` returned nothing in time, or before all nodes ended.
+        Raises CheckFailed.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:

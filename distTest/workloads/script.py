@@ -1,14 +1,22 @@
-"""Commands that run train_fsdp.py, from the root of the repository."""
+"""Commands that run train_fsdp.py, and the machine and versions of a figure.
+
+Imports the standard library alone.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# Uncommitted changes of these files make a result differ from its commit's.
+_SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
 
 
 def absolute(path: str) -> Path:
@@ -17,7 +25,6 @@ def absolute(path: str) -> Path:
 
 
 def launch(program: Sequence[Any], ranks: int, python: Path | str = sys.executable) -> list[str]:
-    """Return the command of one process, or of several under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return list(map(str, [python, *(launcher if ranks > 1 else []), *program]))
 
@@ -45,3 +52,29 @@ def offline(**more: str) -> dict[str, str]:
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a run that needs no network: one thread for each process."""
     return offline(OMP_NUM_THREADS="1", **more)
+
+
+def output_of(*command: Any) -> str:
+    try:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def commit() -> str:
+    """Return the commit of this tree, with `-dirty` if its code has changed since."""
+    git = ("git", "-C", REPOSITORY)
+    changed = output_of(*git, "status", "--porcelain", "-uno", "--", *_SOURCES)
+    return output_of(*git, "describe", "--always") + ("-dirty" if changed else "")
+
+
+def cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    installed = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), **installed}

@@ -16,7 +16,6 @@ _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256}
 
 
 def shape_of(width: int, mlp_width: int, layers: int, heads: int, more: dict[str, Any]) -> Any:
-    """Return the settings of a model: these sizes, and `more`."""
     sizes = {"hidden_size": width, "intermediate_size": mlp_width}
     return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads} | more
 
@@ -44,10 +43,6 @@ class Slice:
     @property
     def layers(self) -> int:
         return int(self.settings["num_hidden_layers"])
-
-    @property
-    def row_tokens(self) -> int:
-        return int(self.settings["max_position_embeddings"] // 2)
 
     def __str__(self) -> str:
         experts = f", {self.layers - self.dense} of them with experts" if self.dense else ""

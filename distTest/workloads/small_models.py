@@ -1,4 +1,4 @@
-"""Small models, tokenizers that need no network, and chats of one row each."""
+"""Small models, tokenizers that need no network, chats of one row each, and batches of tensors."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from transformers import (
 
 from distTest.workloads.chats import write_jsonl
 from distTest.workloads.shapes import shape_of
+from shardtune.data.batch import Batch, build_batch
+from shardtune.errors import first_line
+from shardtune.model.traits import EXPERTS
 
 CHATML = (
     "{% for message in messages %}"
@@ -40,6 +43,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", shape_of(512, 1376, 5, 8, {"tie_word_embeddings": False})),
     "tied llama": ("llama", shape_of(512, 1376, 5, 8, {"tie_word_embeddings": True})),
 }
+_SHIPPED = "zai-org/GLM-4.5-Air"  # its architecture needs no hub
+_LAYERS = 3
+# The largest values of keys that end so; each architecture has some of these keys.
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "head_dim": 8,
+    "lora_rank": 16,
+    "_group": 1,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+}
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 
 
 def make_tokenizer(
@@ -64,7 +80,6 @@ def make_tokenizer(
 
 
 def token_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return the settings of a model that follow from its tokenizer."""
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return {"bos_token_id": None, **ids, "vocab_size": len(tokenizer)}
 
@@ -79,7 +94,6 @@ def save_untrained(
 
 
 def build(model_type: str, settings: Mapping[str, Any]) -> PreTrainedModel:
-    """Build a model with random weights in float32."""
     config = AutoConfig.for_model(model_type, **settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
@@ -108,3 +122,64 @@ def write_rows(path: Path, count: int, seed: int = 0, has_system: bool = True) -
         messages.append({"role": "assistant", "content": text})
         records.append({"messages": messages if has_system else messages[1:]})
     return write_jsonl(path, records)
+
+
+def make_model(path: str, ranks: int, out: Path) -> str:
+    """Write configuration and tokenizer of a tiny model of `path`'s architecture to `out`.
+
+    `path` is a directory or a hub id. Return a line that describes the model, and why another
+    architecture stands in for one that cannot be read or made small.
+    """
+    is_shipped = path == _SHIPPED
+    tokenizer = make_tokenizer()
+    try:
+        source = (
+            AutoConfig.for_model("glm4_moe") if is_shipped else AutoConfig.from_pretrained(path)
+        )
+        config = _scale_down(source, ranks, tokenizer)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # each configuration class reads its own fields
+        if is_shipped:
+            raise
+        why = f"{path} cannot be had here, {type(error).__name__}: {first_line(error)}"
+        return f"{make_model(_SHIPPED, ranks, out)}, because {why}"
+    save_untrained(out, config, tokenizer)
+    size = f"{config.num_hidden_layers} layers, {model.num_parameters()} random parameters"
+    return f"{config.model_type}, {size}, as {path}"
+
+
+def _scale_down(
+    source: PreTrainedConfig, ranks: int, tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedConfig:
+    """Keep the first layers of an architecture, at least one of each kind, and narrow them."""
+    values = source.to_dict()
+    depth = values["num_hidden_layers"]
+    per_layer = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, list | tuple) and len(value) == depth
+    }
+    kinds = list(zip(*per_layer.values(), strict=True))
+    layers = max(min(depth, _LAYERS), *(1 + kinds.index(kind) for kind in kinds), 1)
+    small: dict[str, Any] = {key: value[:layers] for key, value in per_layer.items()}
+    small["num_hidden_layers"] = layers
+    for end, most in _SMALL.items():
+        small |= {key: min(n, most) for key, n in values.items() if n and key.endswith(end)}
+    if values.get(_HEADS):
+        small[_HEADS] = 4
+    if heads := values.get(_KV_HEADS):
+        # The source has one key head per query head, per group of query heads, or for all: so has
+        # the tiny model.
+        small[_KV_HEADS] = 4 if heads == values[_HEADS] else min(heads, 2)
+    # A multiple of the ranks, so that each rank has an expert.
+    small |= {key: ranks * -(-4 // ranks) for key in EXPERTS if values.get(key) is not None}
+    return type(source).from_dict(values | small | token_settings(tokenizer))
+
+
+def batch_of(
+    documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], is_flat: bool = True
+) -> Batch:
+    """Return a batch of documents, int64 [tokens] each, of which `trained`, bool, are trained."""
+    dataset: Any = [(i.numpy(), f.numpy()) for i, f in zip(documents, trained, strict=True)]
+    return build_batch(dataset, list(range(len(documents))), is_flat)

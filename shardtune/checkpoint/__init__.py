@@ -7,7 +7,7 @@ checkpoint_0001000/
                            adapters alone, for the model that they were trained on)
   COMPLETE                 written last; holds the manifest's digest
 
-A save runs through train_state, slices, saver, staging, safetensors_writer, commit and manifest. A
+A save runs through train_state, slices, saver, safetensors_writer, commit and manifest. A
 resume runs through run_dir, resume, resume_rules (which refuses a changed key), verify and load.
 export/ makes models, with assets. durable_fs makes every system call that changes a file.
 """

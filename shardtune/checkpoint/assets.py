@@ -1,13 +1,19 @@
-"""The files of a model beside its weights: a checkpoint and an export copy the source's."""
+"""The files of a model beside its weights.
+
+A checkpoint and an export copy the source's. An export has two more: `export.json` lists its files,
+and `README.md` is the card that the hub shows (https://huggingface.co/docs/hub/model-cards). The
+source's card is about other weights and is not copied; its licence is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 from huggingface_hub import metadata_load
 
@@ -15,6 +21,7 @@ from shardtune.model.facts.of_config import QUANTIZATION
 from shardtune.model.source.files import FILES_BESIDE_WEIGHTS, model_folder
 from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.weight_files import list_tensors
+from shardtune.run_files import VERSION
 
 SOURCE = "source_tensors.json"  # in checkpoints only
 LICENSE_KEYS = ("license", "license_name", "license_link")  # in the front matter of a model's card
@@ -28,6 +35,8 @@ _ANNOUNCING = (
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 _WITH_TEMPLATE = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 _DTYPE = ("dtype", "torch_dtype")
+LISTING, _FORMAT = "export.json", 1
+Entries = Mapping[str, Mapping[str, int | str]]  # size and digest of each file
 
 
 def model_assets(folder: Path) -> dict[str, bytes]:
@@ -36,9 +45,8 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     They are copies, except config.json: it loses the path that it was read from, and for a
     quantised source it names bfloat16, in which the weights are read.
     """
-    left_out = links_out_of(folder)
-    files = [path for path in _files_beside_weights(folder) if path not in left_out]
-    assets = {path.name: path.read_bytes() for path in files}
+    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
+    assets = {path.name: path.read_bytes() for path in sorted(files) if path.is_file()}
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
         assets["config.json"] = _dump(values)
@@ -49,27 +57,7 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     return assets
 
 
-def links_out_of(folder: Path) -> list[Path]:
-    """Return the files beside the weights that are links to other places than config.json.
-
-    An export would publish the files that they point to. Links may also point to the folder of the
-    real config.json (for folders of links) and to the hub's blobs.
-    """
-    home = folder.resolve()
-    inside = {home, (folder / "config.json").resolve().parent}
-    if home.parent.name == "snapshots":
-        inside.add(home.parents[1] / "blobs")
-    files = _files_beside_weights(folder)
-    return [path for path in files if not inside & {*path.resolve().parents}]
-
-
-def _files_beside_weights(folder: Path) -> list[Path]:
-    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
-    return sorted(path for path in files if path.is_file())
-
-
 def list_source(path: str) -> dict[str, Any]:
-    """Return the tensors in the model's files, which an export will have, too."""
     folder = model_folder(path)
     assert folder, path  # its config.json was read
     absolute = str(folder.absolute()) if Path(path).is_dir() else path
@@ -108,7 +96,6 @@ def with_stops(assets: Mapping[str, bytes], stops: list[int]) -> dict[str, bytes
 
 
 def _declared_stops(assets: Mapping[str, bytes]) -> list[int]:
-    """Return the tokens at which transformers' `generate` stops."""
     values = json.loads(assets.get(_GENERATION) or assets["config.json"])
     text = values.get("text_config") or {}
     declared = values.get("eos_token_id", text.get("eos_token_id"))
@@ -150,3 +137,65 @@ def _changed(values: Mapping[str, Any], change: Callable[[str, Any], Any]) -> di
 
 def _dump(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def listing_json(values: Mapping[str, Any]) -> bytes:
+    """Return the file, whose last value is the digest of the others."""
+    values = {"format": _FORMAT, **values}
+    return (json.dumps({**values, "xxh3_128": _digest(values)}, indent=2) + "\n").encode()
+
+
+def read_listing(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a folder's file; None if it has none, or one that is damaged or of
+    another format."""
+    try:
+        values: dict[str, Any] = json.loads((folder / LISTING).read_bytes())
+        intact = values.pop("xxh3_128") == _digest(values)
+        is_readable = values["format"] == _FORMAT and isinstance(values["files"], dict)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return None
+    return values if intact and is_readable else None
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(values).encode()).hexdigest()
+
+
+def readme(
+    state: Mapping[str, Any], assets: Mapping[str, bytes], metrics: Path, step: int, library: str
+) -> str:
+    """Return the card of a run's model after a step, which a library opens.
+
+    `state`: a checkpoint's; older versions saved less. `metrics`: the run's file, for perplexities.
+    """
+    config, source = state["config"], json.loads(assets.get(SOURCE, b"{}"))
+    base, rank = config["model"]["path"], config.get("lora", {}).get("rank")
+    is_on_hub = source.get("path") == base and not Path(base).is_absolute()
+    known = source.get("license", {})
+    front = {key: value for key, value in known.items() if key in LICENSE_KEYS}
+    front |= {"library_name": library, "tags": ["shardtune"]}
+    front |= {"base_model": base} if is_on_hub else {}  # the hub takes no path of a folder
+    rows = [
+        ("Base model", base if is_on_hub else Path(base).name),
+        ("Its licence", next(iter(known.values()), "not named in its files")),
+        ("Trained", f"{f'LoRA of rank {rank}' if rank else 'all weights'}, {step} steps"),
+    ]
+    for name, records, tokens in state.get("sources", []):
+        rows.append(("Data", f"{name}: {records:,} records, {tokens:,} trained tokens"))
+    rows += _perplexities(metrics, step)
+    rows.append(("Command", state.get("command", "not saved by its version")))
+    table = [" | ".join(" ".join(t.replace("|", "\\|").split()) for t in row) for row in rows]
+    head = f"---\n{yaml.safe_dump(front)}---\n\n# {Path(config['run']['dir']).name}\n\n"
+    head += f"Fine-tuned with shardtune {VERSION}.\n\n| | |\n|---|---|\n"
+    return head + "".join(f"| {row} |\n" for row in table)
+
+
+def _perplexities(metrics: Path, step: int) -> Iterator[tuple[str, str]]:
+    """Yield the perplexities of all held-out data before training and after the step."""
+    with contextlib.suppress(OSError), metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in filter(lambda line: '"eval"' in line, lines):
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                entry = json.loads(line)
+                if entry["kind"] == "eval" and "set" not in entry and entry["step"] in (0, step):
+                    when = "before" if entry["step"] == 0 else "after"
+                    yield f"Held-out perplexity {when}", f"{entry['perplexity']:.4f}"

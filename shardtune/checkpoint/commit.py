@@ -27,7 +27,7 @@ import xxhash
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import ASSETS, find_committed, step_of
-from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
+from shardtune.distributed.world import delete_value, get_value, set_value, wait_for
 from shardtune.errors import first_few, first_line
 from shardtune.log import node_logger
 
@@ -61,7 +61,6 @@ class SaveAttempt:
         return self.leader_of[self.rank] == self.rank
 
     def describe(self, error: Exception) -> str:
-        """Return one line that names the error, and the rank and host where it happened."""
         if isinstance(error, NotSaved):
             return str(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
@@ -78,9 +77,7 @@ def write_and_commit(
     """Write this rank's file into the staging directory, and commit with all other ranks.
 
     `write` returns this rank's report. On rank 0 `build_manifest` takes the reports of all ranks.
-
-    Raises:
-        NotSaved: on every rank.
+    Raises NotSaved.
     """
     deadline = time.monotonic() + attempt.timeout_s
     everyone, leaders = range(len(attempt.leader_of)), sorted(set(attempt.leader_of))
@@ -166,7 +163,6 @@ def _result(outcome: Mapping[str, Any]) -> Any:
 
 
 def _collect(attempt: SaveAttempt, phase: str, ranks: Sequence[int], deadline: float) -> list[Any]:
-    """Return the results of these ranks, in rank order."""
     store, keys = attempt.store, {rank: f"{phase}.{rank}" for rank in ranks}
     with contextlib.suppress(TimeoutError):
         wait_for(store, list(keys.values()), deadline - time.monotonic())

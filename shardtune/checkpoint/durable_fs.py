@@ -29,7 +29,6 @@ class WrittenFile:
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` and its missing parents, durably."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         try:
@@ -118,7 +117,6 @@ def unfinished(path: Path) -> Path:
 
 
 def make_unfinished(path: Path) -> Path:
-    """Create `unfinished(path)`, empty even after a write that was killed, and return it."""
     delete(unfinished(path))
     make_directory(unfinished(path))
     return unfinished(path)
@@ -166,13 +164,7 @@ def move_aside(path: Path, name: Path | None = None) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this process may still write to the disk of a path."""
     return shutil.disk_usage(_existing(path)).free
-
-
-def share_disk(path: Path, other: Path) -> bool:
-    """Return whether both paths are on one disk, or will be where they do not exist yet."""
-    return _existing(path).stat().st_dev == _existing(other).stat().st_dev
 
 
 def _existing(path: Path) -> Path:

@@ -85,10 +85,7 @@ def transfer(
     """Yield the boxes of chunks that this rank wants, from its own disk or sent by another rank.
 
     `wanted` has the receiver of each box. Collective: all ranks exhaust it with the same list, and
-    so each send meets its receive.
-
-    Raises:
-        OSError, DamagedCheckpoint: on the rank that reads.
+    so each send meets its receive. Raises OSError, DamagedCheckpoint.
     """
     group = dist.new_group(backend="gloo", timeout=_TRANSFER_TIMEOUT)
     for receiver, chunk, box in wanted:

@@ -57,7 +57,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest matches its COMPLETE.
+    """A checkpoint whose manifest matches its COMPLETE, or a model with its export.json.
 
     `directories` has one entry per disk that holds a part. `holders` lists, for each file, the
     disks that have it, each by its first rank.
@@ -89,7 +89,6 @@ class Checkpoint:
 
     @cached_property
     def chunks(self) -> dict[str, list[StoredChunk]]:
-        """The chunks of each tensor."""
         tensors = self.manifest["tensors"].items()
         return {name: [StoredChunk(name, **c) for c in entry["chunks"]] for name, entry in tensors}
 
@@ -100,7 +99,6 @@ class Checkpoint:
         return torch.Size(self.manifest["tensors"][tensor]["shape"])
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file in the first directory that has it."""
         return next(iter(self.find_all(file)), None)
 
     def find_all(self, file: str) -> list[Path]:
@@ -109,8 +107,10 @@ class Checkpoint:
         return [path for directory in self.directories if (path := directory / file).is_file()]
 
     def why_missing(self, file: str) -> str:
-        """Describe on which node a missing file was written."""
+        """Describe a missing file, and on which node it was written."""
         entry = self.files[file]
+        if "node" not in entry:  # an exported model's
+            return f"{self.directories[0] / file}: is missing"
         return f"{file}, written on node {entry['node']} ({entry['host']}), is missing"
 
 
@@ -119,7 +119,6 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1])
@@ -151,10 +150,8 @@ def build_manifest(
     """Describe the files that all ranks reported.
 
     `kinds` has the dtype and shape of each tensor. `tied_weights` maps each name that is not stored
-    to the stored name of the same weight. `hosts` has `node` and `host` of each rank.
-
-    Raises:
-        ValueError: the chunks do not cover a tensor.
+    to the stored name of the same weight. `hosts` has `node` and `host` of each rank. Raises
+    ValueError.
     """
     entries: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "chunks": []}
@@ -227,17 +224,10 @@ def _open_one(path: Path) -> Checkpoint:
     digest = xxhash.xxh3_128(raw).hexdigest()
     if complete != f"{digest}\n".encode():
         raise DamagedCheckpoint(f"{path}/manifest.json: does not match the digest in COMPLETE")
-    content = json.loads(raw)
-    manifest = content if isinstance(content, dict) else {}
-    parts = ("state", "files", "tensors", "versions")
-    lacking = [key for key in parts if not isinstance(manifest.get(key), dict)]
+    manifest = json.loads(raw)
     if manifest.get("format", FORMAT) != FORMAT:
         raise UserError(
             f"{path}: has format {manifest['format']}, and this version reads format {FORMAT} "
             "- use the version that wrote it"
         )
-    if not lacking and "step" not in manifest["state"]:
-        lacking = ["step in its state"]
-    if lacking:  # another program wrote it
-        raise DamagedCheckpoint(f"{path}/manifest.json: has no {' and no '.join(lacking)}")
     return Checkpoint(checkpoint_name(manifest["state"]["step"]), manifest, digest, [path])

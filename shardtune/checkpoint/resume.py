@@ -45,14 +45,13 @@ def agree_on_checkpoint(
     of a run with the same `beginning`, it goes on as with `auto`. `require_settings` refuses a
     checkpoint before its bytes are read. Each file is read by one of the ranks that see it. The
     reasons against newer checkpoints are logged. One that is prepared on all disks but not
-    committed is committed now.
-
-    Raises:
-        UserError: on every rank, if there are checkpoints and none can be used.
+    committed is committed now. Raises UserError.
     """
     if resume == "never" and beginning is None:
         return None
-    own = _committed_and_prepared(run_dir.checkpoints)
+    staging = [path for path in _entries(run_dir.checkpoints) if _STAGING.fullmatch(path.name)]
+    prepared = [path for path in staging if (path / "COMPLETE").exists()]
+    own = find_checkpoints(run_dir.checkpoints) + prepared
     candidates, rejected = _candidates(own, False, run_dir, world)
     begun = _open(candidates[0], run_dir, world) if candidates and resume != "auto" else None
     is_named = resume != "auto"  # by the user
@@ -91,12 +90,6 @@ def _beginning_of(checkpoint: Checkpoint, of_older: str) -> str:
     resume = checkpoint.state["config"]["run"].get("resume", "never")
     older = of_older if resume == "never" else os.path.normpath(resume)
     return str(checkpoint.state.get("beginning", older))
-
-
-def _committed_and_prepared(directory: Path) -> list[Path]:
-    staging = [path for path in _entries(directory) if _STAGING.fullmatch(path.name)]
-    prepared = [path for path in staging if (path / "COMPLETE").exists()]
-    return find_checkpoints(directory) + prepared
 
 
 def _candidates(
@@ -178,7 +171,6 @@ def _step_models(run_dir: RunDir) -> set[Path]:
 
 
 def _is_unfinished(path: Path, resumed: Checkpoint | None) -> bool:
-    """Return whether a directory is left of an interrupted save or deletion, and not whole."""
     is_hidden = path.name.startswith(".checkpoint_") and not _is_part(path, resumed)
     return is_hidden and not (_STAGING.fullmatch(path.name) and (path / "COMPLETE").exists())
 

@@ -6,21 +6,20 @@ A refusal has both values and the remedies.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.config import KEYS, Config, resume_may_change
+from shardtune.config import Config, resume_may_change
 from shardtune.config_io import changed_keys
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, counted
 from shardtune.log import logger
-from shardtune.run_files import VERSION
 
 _START_ANEW = "start anew with run.resume=never or another run.dir"
 
@@ -34,19 +33,10 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     # Frozen weights are compared by their digest, so their folder may have another name.
     decided = {"model.path"} if "weights" in resumed.state else set()
     forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
-    if unknown := [f"{key}={json.dumps(old)}" for key, old, _ in forbidden if key not in KEYS]:
-        written = resumed.manifest["versions"].get("shardtune", VERSION)
-        number = f" ({written}; this is {VERSION})" if written != VERSION else ""
-        raise UserError(
-            f"{resumed.name} was trained with {', '.join(unknown)}, which this version of "
-            f"shardtune does not know - resume with the version that wrote it{number}, or "
-            f"{_START_ANEW}"
-        )
     _require_equal(resumed, "set it back", forbidden)
 
 
 def changes_since(resumed: Checkpoint, config: Config, world: World) -> list[tuple[str, Any, Any]]:
-    """Return each setting that has changed since the checkpoint: its key, then and now."""
     changes = changed_keys(resumed.state["config"], config)
     if resumed.world_size != world.size:
         changes.append(("world size", resumed.world_size, world.size))
@@ -74,29 +64,9 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
 
 
 def saved_rows_per_step(resumed: Checkpoint) -> int:
-    """Return the effective batch of the run that wrote the checkpoint."""
     saved = resumed.state["config"]
     train, then = saved["train"], Layout.divided(resumed.world_size, saved["parallel"])
     return int(then.data_ranks * train["micro_batch_size"] * train["gradient_accumulation_steps"])
-
-
-def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:
-    """Log each kernel that is compiled now and was not, or the reverse: last bits may differ.
-
-    `kinds`: `compiled` or `eager`, by what is computed. Older checkpoints know the update's alone.
-    """
-    state = resumed.state
-    old = state.get("kinds") or {"the update of the weights": state.get("update")}
-    changed = [
-        f"{name} was {old[name]}, is {kind}"
-        for name, kind in kinds.items()
-        if old.get(name) not in (kind, None)
-    ]
-    if changed:
-        logger.info(
-            f"Changed since {resumed.name}: {', '.join(changed)}, so that the last bits of the "
-            "following steps may differ from an uninterrupted run's"
-        )
 
 
 def require_same_data(resumed: Checkpoint, digest: str) -> None:
@@ -121,7 +91,6 @@ def require_same_weights(resumed: Checkpoint, digest: str) -> None:
 
 
 def require_same_model(resumed: Checkpoint, config: PreTrainedConfig) -> None:
-    """Raises UserError with every setting in which config.json is not the checkpoint's."""
     old, new = resumed.state["model"], model_settings(config)
     values = [
         (f"{key} of the model's config.json", old.get(key), new.get(key))
@@ -143,7 +112,6 @@ def _require_equal(
 
 
 def model_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of the model itself as JSON has them."""
     dtype = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
     settings = json.loads(json.dumps({**config.to_dict(), "dtype": dtype or "float32"}))
     of_the_file = {"transformers_version", "_name_or_path"}

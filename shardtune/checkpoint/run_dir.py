@@ -43,16 +43,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     def is_leader(self, world: World) -> bool:
-        """Whether this rank is the leader of its disk."""
         return self.leader_of[world.rank] == world.rank
 
 
 def open_run_dir(path: Path, world: World) -> RunDir:
-    """Create run.dir, find out which nodes share it, and lock it. Collective.
-
-    Raises:
-        UserError: on every rank, if a node cannot write there or another run does.
-    """
+    """Create run.dir, find out which nodes share it, and lock it. Collective. Raises UserError."""
     probe_name = world.run_on_all_ranks(lambda: _write_probe(path) if world.is_node_main else "")
     try:
         probes = world.all_gather_json(probe_name)

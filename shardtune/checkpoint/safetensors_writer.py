@@ -24,10 +24,7 @@ def write_safetensors(
 
     `layout` gives each tensor's dtype and shape, wide dtypes first, which aligns every tensor.
     Returns the file, whose first part is the header, and each tensor's byte range in it.
-    https://github.com/huggingface/safetensors#format
-
-    Raises:
-        OSError: as durable_fs.write_file.
+    https://github.com/huggingface/safetensors#format. Raises OSError.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     ranges = {}
@@ -48,5 +45,4 @@ def write_safetensors(
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -8,8 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,44 +28,96 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.slices import slices_to_write
-from shardtune.checkpoint.staging import Staging, make_staging
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
+from shardtune.distributed.host_memory import available_memory, pinned_zeros
 from shardtune.distributed.tensors import dtype_name, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import SaveEntry
-from shardtune.units import rounded_gb
+from shardtune.units import gb, rounded_gb
 
 # After the deadline: an attempt that has not ended by then waits for a dead disk.
 _STUCK_AFTER_S = 90
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The data of a step that the thread writes.
+class Staging:
+    """A copy of tensors in host memory that is allocated once.
 
-    `tensors` are this rank's own parts, `random` its random states. `began` is a time of
-    perf_counter; `stall_s` is None where training waits until the save has ended.
+    Memory for GPUs is pinned, and copied to on a side stream: training goes on meanwhile, and the
+    next update of the weights waits for the copy. Only one save at a time may use it.
     """
 
-    attempt: SaveAttempt
-    state: Mapping[str, Any]
-    tensors: dict[str, torch.Tensor]
-    random: dict[str, torch.Tensor]
-    before_write: Callable[[], None]
-    ended: Callable[[SaveEntry], None]
-    began: float
-    stall_s: float | None
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        n_bytes = staged_bytes(tensors)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            memory = pinned_zeros(n_bytes, "checkpoints", "use checkpoint.mode=sync")
+        else:
+            memory = torch.empty(n_bytes, dtype=torch.uint8)
+        self._copies: dict[str, torch.Tensor] = {}
+        begin = 0
+        for name, tensor in tensors.items():
+            part = memory[begin : begin + tensor.nbytes]
+            self._copies[name] = part.view(tensor.dtype).view(tensor.shape)
+            begin += _aligned(tensor.nbytes)
 
-    def has_ended(self, problem: str | None) -> None:
-        seconds = time.perf_counter() - self.began
-        step, stall_s = self.state["step"], seconds if self.stall_s is None else self.stall_s
-        entry = SaveEntry(
-            kind="save", step=step, seconds=seconds, stall_seconds=stall_s, problem=problem
-        )
-        self.ended(entry)
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Begin to copy these tensors, over earlier copies that must have been written."""
+        if self._stream is None:
+            for name, tensor in tensors.items():
+                self._copies[name].copy_(tensor)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for name, tensor in tensors.items():
+                self._copies[name].copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event(blocking=True)
+        self._copied.record(self._stream)
+
+    def before_update(self, *_: Any) -> None:
+        """Make the current stream wait for the copy, before the tensors change."""
+        if self._stream is not None and self._copied is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """Return the copies once they are whole. May be called in another thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copies
+
+
+def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging | None:
+    """Allocate memory for a rank's tensors, or return None where a node lacks it. Collective.
+
+    Raises RunFailed.
+    """
+    size, available = staged_bytes(tensors), available_memory()
+    per_rank = world.all_gather_json([world.node_rank, size, available])
+    for node in sorted({node for node, _, _ in per_rank}):
+        needed = sum(size for of_node, size, _ in per_rank if of_node == node)
+        free = min(available for of_node, _, available in per_rank if of_node == node)
+        if needed > free:
+            logger.info(
+                f"Checkpoint staging: checkpoint.mode=async needs {gb(needed)} GB of host "
+                f"memory on node {node}, and {gb(free)} GB are free. Saves are "
+                "synchronous: training waits for the disk"
+            )
+            return None
+    largest = max(size for _, size, _ in per_rank)
+    logger.info(f"Checkpoint staging: {gb(largest, 2)} GB of host memory per rank")
+    return Staging(tensors, world.device)
+
+
+def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 class Saver:
@@ -146,13 +197,32 @@ class Saver:
         if self._host:
             self._host.wait()
         random = random_state(self._world.rank, self._world.device)
-        stall_s = None
+        stall_s: float | None = None  # None: training waits until the save has ended
         if self._staging:
             self._staging.copy(tensors)
             stall_s = time.perf_counter() - began
-        work = _Work(attempt, state, tensors, random, before_write, ended, began, stall_s)
+
+        def write(directory: Path) -> dict[str, Any]:
+            before_write()
+            # A GPU may still be copying: the thread waits for it, training does not.
+            written = self._staging.wait() if self._staging else tensors
+            path = directory / rank_file(self._world.rank)
+            return _write_rank_file(path, written | random, self._offsets)
+
+        def has_ended(problem: str | None) -> None:
+            seconds = time.perf_counter() - began
+            entry = SaveEntry(
+                kind="save",
+                step=state["step"],
+                seconds=seconds,
+                stall_seconds=seconds if stall_s is None else stall_s,
+                problem=problem,
+            )
+            ended(entry)
+
         self._outcome = None
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        arguments = (attempt, state, write, has_ended)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
         if not self._staging:
             self._wait()
@@ -177,48 +247,33 @@ class Saver:
         self._attempts.append(attempt)
         return attempt
 
-    def _run(self, work: _Work) -> None:
+    def _run(
+        self,
+        attempt: SaveAttempt,
+        state: Mapping[str, Any],
+        write: Callable[[Path], dict[str, Any]],
+        has_ended: Callable[[str | None], None],
+    ) -> None:
         """Write and commit, in the thread. `_wait` exchanges the outcomes of all ranks."""
-        name, problem = work.attempt.final.name, None
+        name, problem = attempt.final.name, None
+
+        def describe(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            kinds, tied = self._kinds, self._tied_weights
+            return build_manifest(reports, kinds, tied, state, self._hosts, self._world)
+
         try:
-            describe = partial(self._describe, work.state)
-            write_and_commit(work.attempt, partial(self._write, work), describe)
+            write_and_commit(attempt, write, describe)
             logger.info(f"Saved {name}")
             self.not_saved = ""
-            work.has_ended(None)
         except Exception as error:
-            problem = work.attempt.describe(error)
+            problem = attempt.describe(error)
             self.not_saved = f"{name} was not saved: {problem}"
             node_logger.info(f"Not saved: {name}: {problem}")
-            work.has_ended(problem)
+        has_ended(problem)
         self._outcome = [problem]
 
-    def _write(self, work: _Work, directory: Path) -> dict[str, Any]:
-        """Write this rank's file, and return its report."""
-        work.before_write()
-        # A GPU may still be copying: the thread waits for it, training does not.
-        tensors = self._staging.wait() if self._staging else work.tensors
-        path = directory / rank_file(self._world.rank)
-        return _write_rank_file(path, tensors | work.random, self._offsets)
-
-    def _describe(self, state: Mapping[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the manifest of the files that all ranks reported."""
-        return build_manifest(
-            reports, self._kinds, self._tied_weights, state, self._hosts, self._world
-        )
-
-    def to_be_saved(self) -> int:
-        """Return the bytes of the next checkpoint, and those that a save will still write."""
-        if not self._thread or not self._thread.is_alive():
-            return self.disk_bytes
-        return 2 * self.disk_bytes - durable_fs.size(self._attempts[-1].staging)
-
     def finish(self) -> Checkpoint:
-        """Wait for the current save, and open it.
-
-        Raises:
-            RunFailed: on every rank, if it did not succeed.
-        """
+        """Wait for the current save, and open it. Raises RunFailed."""
         self._wait()
         path = self._attempts[-1].final
         if self._problem:
@@ -229,11 +284,7 @@ class Saver:
         return replace(checkpoint, holders=holders)
 
     def _wait(self) -> None:
-        """Wait until the current save has ended on every rank.
-
-        Raises:
-            RunFailed: on every rank, if a disk does not answer long after the deadline.
-        """
+        """Wait until the current save has ended on every rank. Raises RunFailed."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s + _STUCK_AFTER_S)
@@ -247,7 +298,6 @@ class Saver:
         raise RunFailed(f"{self._attempts[-1].final.name} was not saved: {problem}; {AGAIN}")
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of each tensor that it writes."""
         return {name: to_local(self._tensors[name]).detach() for name in self._offsets}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -14,16 +13,9 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_few
 
 
-class TensorKind(NamedTuple):
-    """The name of a whole tensor's dtype, and its shape."""
-
-    dtype: str
-    shape: list[int]
-
-
 def slices_to_write(
     tensors: Mapping[str, torch.Tensor], world: World
-) -> tuple[dict[str, Sequence[int]], dict[str, TensorKind]]:
+) -> tuple[dict[str, Sequence[int]], dict[str, tuple[str, list[int]]]]:
     """Decide which tensors this rank writes its part of. Collective.
 
     Where several ranks hold a part, the rank with the fewest bytes so far writes it. `tensors` are
@@ -32,15 +24,21 @@ def slices_to_write(
     Returns:
         The first index of each part that this rank writes, and the tensors of all ranks.
     """
+    # An empty part has the same first index as the next rank's part, and nobody writes it.
     local = [
-        [name, _offer(tensor), dtype_name(tensor.dtype), list(tensor.shape)]
+        [
+            name,
+            first_indices(tensor) if to_local(tensor).numel() else None,
+            dtype_name(tensor.dtype),
+            list(tensor.shape),
+        ]
         for name, tensor in tensors.items()
     ]
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    kinds: dict[str, TensorKind] = {}
+    kinds: dict[str, tuple[str, list[int]]] = {}
     for rank, parts in enumerate(world.all_gather_json(local)):
         for name, offsets, *kind in parts:
-            kinds[name] = TensorKind(*kind)
+            kinds[name] = (kind[0], kind[1])
             if offsets is not None:
                 holders.setdefault((name, tuple(offsets)), []).append(rank)
     bytes_of = [0] * world.size
@@ -54,21 +52,12 @@ def slices_to_write(
     return own, kinds
 
 
-def _offer(tensor: torch.Tensor) -> Sequence[int] | None:
-    """Return the first index of this rank's part, or None if it is empty.
-
-    An empty part has the same first index as the next rank's part.
-    """
-    return first_indices(tensor) if to_local(tensor).numel() else None
-
-
 def slices_to_read(
     tensors: dict[str, torch.Tensor], checkpoint: Checkpoint
 ) -> list[tuple[StoredChunk, list[slice], torch.Tensor]]:
     """Return the boxes of chunks that this rank reads, and where in its tensors each belongs.
 
-    Raises:
-        UserError: the checkpoint lacks tensors, or has them in another shape or dtype.
+    Raises UserError.
     """
     entries = checkpoint.manifest["tensors"]
     stored = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items()}

@@ -68,7 +68,6 @@ def model_state(
 
 
 def model_kinds(model: PreTrainedModel) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return dtype and shape of each tensor of `model_state`."""
     return {name: (t.dtype, list(t.shape)) for name, t in model_state(model).items()}
 
 
@@ -89,7 +88,6 @@ def random_state(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Restore the states that `random_state` returned for this rank."""
     by_generator = {name.split(".")[1]: state for name, state in states.items()}
     torch.set_rng_state(by_generator["torch"])
     random.setstate((3, tuple(by_generator["python"].tolist()), None))

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.export.listing import LISTING, Listing, read_listing
+from shardtune.checkpoint.assets import LISTING, read_listing
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 from shardtune.units import gb
 
@@ -23,21 +23,21 @@ _EXPORT_AGAIN = "export the model again, or restore it from a copy"
 def verify(directories: Sequence[Path]) -> list[str]:
     """Read every byte once, several files at a time, with a progress bar on a terminal.
 
-    The directories are exported models, and the parts of one checkpoint. Returns a problem
-    `<what> - <what to do>` for each damaged or missing file.
-
-    Raises:
-        UserError: as open_checkpoint.
+    The directories are exported models, and the parts of one checkpoint. Returns a problem `<what>
+    - <what to do>` for each damaged or missing file. Raises UserError.
     """
     parts = [path for path in directories if not os.path.lexists(path / LISTING)]
     problems = verify_checkpoint(parts) if parts else []
-    return problems + [
-        problem for path in directories if path not in parts for problem in _verify_model(path)
-    ]
+    for folder in (path for path in directories if path not in parts):
+        if exported := read_listing(folder):
+            found = [*_check_all(Checkpoint(str(folder), exported, "", [folder])).values()]
+        else:
+            found = [f"{folder / LISTING}: is damaged"]
+        problems += [f"{problem} - {_EXPORT_AGAIN}" for problem in found]
+    return problems
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
-    """Verify the parts of one checkpoint; return its problems as `verify` does."""
     try:
         checkpoint = open_checkpoint(*directories)
     except DamagedCheckpoint as error:
@@ -49,15 +49,7 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
     ]
 
 
-def _verify_model(folder: Path) -> list[str]:
-    exported = read_listing(folder)
-    if exported is None:
-        return [f"{folder / LISTING}: is damaged - {_EXPORT_AGAIN}"]
-    problems = _check_all(Listing(folder, exported["files"]))
-    return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems.values()]
-
-
-def _check_all(written: Checkpoint | Listing) -> dict[str, str]:
+def _check_all(written: Checkpoint) -> dict[str, str]:
     """Return the problem of each bad file, under a progress bar; say if there is none."""
     names = sorted(written.files)
     total = sum(int(written.files[n]["bytes"]) * len(written.find_all(n)) for n in names)
@@ -72,7 +64,7 @@ def _check_all(written: Checkpoint | Listing) -> dict[str, str]:
 
 
 def check_files(
-    written: Checkpoint | Listing,
+    written: Checkpoint,
     names: Sequence[str],
     threads: int = 1,
     on_read: Callable[[int], object] = lambda count: None,

@@ -35,7 +35,7 @@ from shardtune.cluster.environment import (
 )
 from shardtune.cluster.judge import Judge, local_failure
 from shardtune.cluster.node_info import agents_digest
-from shardtune.cluster.preflight import check_nodes, start_helper
+from shardtune.cluster.preflight import check_nodes, help_agent
 from shardtune.cluster.rendezvous import meet
 from shardtune.cluster.stuck import TICK_S
 from shardtune.config_io import read_run_arguments
@@ -57,7 +57,6 @@ _KILLED_WITHIN_S = 15.0
 
 
 def main(arguments: Sequence[str], checks_only: bool = False) -> None:
-    """Launch this node and end the process with the exit code of the launch."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -94,7 +93,8 @@ class Agent:
         self._checks_only = checks_only
         self._helper: Child | None = None
         if not environment.problems:
-            self._helper = start_helper(environment)  # it forks, so no socket may be open yet
+            # It forks, so no socket may be open yet.
+            self._helper = Child(environment.name, help_agent, environment)
         self._ranks: NodeRanks | None = None
         self._signalled: str | None = None
 

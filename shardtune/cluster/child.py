@@ -34,7 +34,6 @@ class Child:
         child_end.close()
 
     def result(self) -> Message:
-        """Wait for the next message of the child."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
@@ -44,7 +43,6 @@ class Child:
             return {"problems": [problem]}
 
     def end(self) -> None:
-        """Kill the child, unless it has ended by itself."""
         self._process.kill()
         self._process.join()
         self.pipe.close()

@@ -45,17 +45,8 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     counts = [fact["processes"] for fact in facts]
     config = facts[0]["config"]
     degrees = {key: int(config[f"parallel.{key}"]) for key in ParallelConfig.model_fields}
-    layout = Layout.divided(sum(counts), degrees)
-    if first := next(layout.undivided(), None):
-        keys = first.chain[layout.stages == 1 :]  # the first key is stages
-        named = [f"parallel.{key}" for key in keys]
-        problems.append(
-            f"the world size is {sum(counts)} ({' + '.join(map(str, counts))} processes on "
-            f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in named)} "
-            f"does not divide - change GPUS_PER_NODE, or use {first.key}={first.nearest}"
-        )
-    else:
-        problems += layout.problems([k for k, n in enumerate(counts) for _ in range(n)])
+    nodes_of_ranks = [node for node, count in enumerate(counts) for _ in range(count)]
+    problems += Layout.divided(len(nodes_of_ranks), degrees).problems(nodes_of_ranks)
     for fact, name in zip(facts, names, strict=True):
         if abs(fact["clock_ahead_s"]) > _SKEW_REFUSED_S:
             side = "ahead of" if fact["clock_ahead_s"] > 0 else "behind"
@@ -85,7 +76,6 @@ def _differences(
 
 
 def agreement(facts: Sequence[Message]) -> list[str]:
-    """Describe what all nodes have in common, in a few lines."""
     first = facts[0]
     installed = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     digests = ", ".join(

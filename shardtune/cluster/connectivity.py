@@ -18,11 +18,7 @@ _GATHER_TIMEOUT_S = 60.0
 
 
 async def require_paths(control: Control, environment: Environment) -> None:
-    """Connect every node with every other, and send messages both ways.
-
-    Raises:
-        UserError: on every node, with the nodes that cannot reach each other, and how.
-    """
+    """Connect every node with every other, and send messages both ways. Raises UserError."""
     server = await asyncio.start_server(_echo, environment.local_ip, 0)
     place = {
         "ip": environment.local_ip,
@@ -48,7 +44,6 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _problem(control: Control, node: int, places: list[Message]) -> str | None:
-    """Try the way to a node, and describe what is wrong as `<what> - <what to do>`."""
     me, other = control.me.name, control.nodes[node].name
     ip, port = places[node]["ip"], places[node]["port"]
     try:

@@ -180,7 +180,6 @@ class Control:
         return self.me.node or 0
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine until it ends or the launch does."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -190,7 +189,6 @@ class Control:
         self._spawn(self._listen(peer))
 
     def tell(self, message: Message) -> None:
-        """Send to all peers."""
         for peer in self.peers:
             peer.send(message)
 
@@ -214,8 +212,7 @@ class Control:
     async def next_of_launch(self, what: str) -> tuple[int, Message] | None:
         """Return the next message while this node waits for `what`, or None after a moment.
 
-        Raises:
-            UserError: another node refuses the launch, or is lost.
+        Raises UserError.
         """
         received = await self.next(_POLL_S)
         message = received[1] if received else {}
@@ -265,12 +262,7 @@ class Control:
     async def gather(
         self, what: str, value: Message | Awaitable[Message], timeout_s: float
     ) -> list[Message]:
-        """Return every node's value in the order of the nodes, on every node.
-
-        Raises:
-            UserError: on every node, with the `problems` that a value names, or because a node
-                is lost or late.
-        """
+        """Return every node's value in the order of the nodes, on every node. Raises UserError."""
         self._round += 1
         self._spawn(self._hand_in(value, self._round))
         values: dict[int, Message] = {}

@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import socket
-import tempfile
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +115,6 @@ def read_environment(environ: MutableMapping[str, str], arguments: Sequence[str]
         problems += _path_problems(config)
     except UserError as error:
         problems += error.problems
-    problems += _temporary_directory_problems()
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
     master_ip = _master_ip(master, local_ip, problems)
@@ -157,19 +155,7 @@ def _take_secret(environ: MutableMapping[str, str], problems: list[str]) -> byte
     return os.fsencode((secret or "").strip())
 
 
-def _temporary_directory_problems() -> list[str]:
-    try:
-        tempfile.gettempdir()
-    except OSError as error:
-        return [
-            f"no temporary directory can be written ({error.strerror}) - make room in one of them, "
-            "or set TMPDIR to another"
-        ]
-    return []
-
-
 def _path_problems(config: Config) -> list[str]:
-    """Name the paths that do not exist and cannot be names of the hub."""
     specs = config.data.paths | {"model.path": config.model.path}
     problems = [
         f"{key}={spec}: no such file or directory that this user can read"
@@ -188,7 +174,6 @@ def _path_problems(config: Config) -> list[str]:
 
 
 def existing_part(path: Path) -> Path:
-    """Return the directory itself, or the nearest existing one above it."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -230,7 +215,6 @@ def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | 
 def _route_problems(
     interface: str, master: str, master_ip: str, owns_master: bool, node: int | None
 ) -> list[str]:
-    """Say if node 0 does not have its address, or if the interface does not lead to it."""
     if node == 0 and not owns_master:
         return [
             f"MASTER_ADDR {master} is not an address of node 0, which has "
@@ -248,7 +232,6 @@ def _route_problems(
 
 
 def set_defaults(environment: Environment) -> None:
-    """Set the variables that the ranks, torch and NCCL read, where they are not set."""
     defaults = DEFAULTS | {
         "GLOO_SOCKET_IFNAME": environment.interface,
         "OMP_NUM_THREADS": "1",  # torchrun's own default; naming it spares its warning
@@ -265,7 +248,6 @@ def set_defaults(environment: Environment) -> None:
 
 
 def banner(environment: Environment) -> str:
-    """Return the lines that a launch begins with."""
     # A carriage return from a file of settings must not rewrite the line.
     shown = {name: v if v.isprintable() else repr(v) for name, v in os.environ.items()}
     role = "MASTER" if shown["NODE_RANK"] == "0" else "WORKER"

@@ -28,7 +28,7 @@ def local_failure(ranks: NodeRanks, signalled: str | None) -> Failure | None:
     `signalled` names the signal that this node's agent has received.
     """
     symptom: Failure | None = None
-    if not ranks.were_started:
+    if ranks.ident is None:  # `start` was not called
         return Failure(1, [f"ended by {signalled} before a restart - run the same command again"])
     # The ranks that have ended come first, in the order of their ends.
     for index in [*ranks.exit_codes, *range(len(ranks.records))]:
@@ -46,7 +46,6 @@ def local_failure(ranks: NodeRanks, signalled: str | None) -> Failure | None:
 
 
 def _unexplained_end(ranks: NodeRanks, index: int, signalled: str | None) -> Failure:
-    """Describe a rank that ended without an outcome."""
     record, status, code = ranks.records[index], ranks.statuses[index], ranks.exit_codes[index]
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     if how == f"by {signalled}":

@@ -70,7 +70,6 @@ def transport(log: str) -> str:
 
 
 def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) -> None:
-    """Measure as one rank, and send the figures or the part that failed."""
     if not os.environ.keys() & {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}:  # else to the terminal
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 1)
@@ -179,7 +178,6 @@ def _bus_bytes_per_s(device: torch.device, group: dist.ProcessGroup | None) -> f
 
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Measure one call of `work` after a first one, as the mean of a number of times."""
     wait = torch.get_device_module(device).synchronize
     work()
     wait()

@@ -25,7 +25,6 @@ def addresses() -> dict[str, list[IPv4Interface]]:
 
 
 def free_port() -> int:
-    """Choose a port of loopback at which nobody listens now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -72,11 +72,7 @@ def _file_facts(config: Config) -> Message:
         if kind_of(file.name) or file.suffix == ".arrow"
     }
     model = {file.name: file for file in _files_in(Path(config.model.path))}
-    remarks = [
-        f"{key}={spec} is a name of the hub, and not compared before the run"
-        for key, spec in (specs | {"model.path": config.model.path}).items()
-        if not split_path(spec)[0].exists()
-    ]
+    remarks = list[str]()
     return {
         "data": _digests("the data", data, remarks),
         "model": _digests("the model's files", model, remarks),
@@ -120,7 +116,6 @@ def _machine_facts(environment: Environment, config: Config) -> Message:
 
 
 def _gpus(backend: str) -> tuple[list[Message], list[str]]:
-    """Return what is known of each GPU that the run would use, and why some are not seen."""
     import torch
 
     from shardtune.distributed.gpus import unseen_gpus
@@ -144,7 +139,6 @@ def _rdma_ports() -> str:
 
 
 def _warnings(gpus: list[Message], rdma_ports: str) -> Iterator[str]:
-    """Name limits of this node that the run may reach later."""
     for number, gpu in enumerate(gpus):
         free, total = gpu["memory"]
         if free < 0.9 * total:
@@ -164,7 +158,6 @@ def _warnings(gpus: list[Message], rdma_ports: str) -> Iterator[str]:
 
 
 def _code() -> dict[str, str]:
-    """Digest every file that a run executes, by its path in the repository."""
     patterns = ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py")
     files = sorted(file for pattern in patterns for file in REPOSITORY.glob(pattern))
     return {str(file.relative_to(REPOSITORY)): _digest(file) for file in files}
@@ -205,5 +198,4 @@ def _digest(file: Path, all_bytes: int = 0) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Return a short name for anything that JSON holds."""
     return xxhash.xxh3_64(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]

@@ -44,7 +44,6 @@ class _TorchrunAgent(LocalElasticAgent):
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by local rank, once the processes have started."""
         return self._pcontext.pids() if self._pcontext is not None else {}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -118,11 +117,6 @@ class NodeRanks(threading.Thread):
             self.problem = f"{type(error).__name__}: {first_line(error)}"
 
     @property
-    def were_started(self) -> bool:
-        """Whether `start` was called."""
-        return self.ident is not None
-
-    @property
     def run_now(self) -> bool:
         """Whether there is a process to send a signal to."""
         return len(self._agent.pids) > len(self.exit_codes)
@@ -134,7 +128,6 @@ class NodeRanks(threading.Thread):
         return all_ended and all(outcome and outcome.code == 0 for outcome in outcomes)
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank that runs."""
         for local_rank, pid in self._agent.pids.items():
             if local_rank not in self.exit_codes:
                 with contextlib.suppress(ProcessLookupError):
@@ -154,7 +147,6 @@ class NodeRanks(threading.Thread):
             os.close(descriptor)
 
     def tick(self) -> None:
-        """Bring `statuses` up to date, once a second."""
         for index, pid in self._agent.pids.items():
             record, status = self.records[index], self.statuses[index]
             if index not in self._clocks:

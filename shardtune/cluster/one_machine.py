@@ -34,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(options: argparse.Namespace) -> NoReturn:
-    """Become the agent of a launch with one node.
-
-    Raises:
-        UserError: the configuration is refused, or the environment is of another launch.
-    """
+    """Become the agent of a launch with one node. Raises UserError."""
     if options.processes is not None and options.processes < 1:
         raise UserError(f"--processes {options.processes} is less than 1 - start at least one")
     _require_no_other_launch(os.environ)

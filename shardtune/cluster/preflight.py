@@ -20,12 +20,8 @@ _SHORT_TIMEOUT_S = 60.0
 _MEASURE_TIMEOUT_S = 180.0
 
 
-def start_helper(environment: Environment) -> Child:
-    """Fork the process that imports torch and reads files while the nodes are meeting."""
-    return Child(environment.name, _help, environment)
-
-
-def _help(pipe: Pipe, environment: Environment) -> None:
+def help_agent(pipe: Pipe, environment: Environment) -> None:
+    """Import torch and read files while the nodes are meeting, in a process of its own."""
     from shardtune.cluster import microbenchmark  # it imports torch, which takes seconds
 
     pipe.send(node_facts(environment))
@@ -41,10 +37,7 @@ async def check_nodes(
 ) -> list[Message]:
     """Make all checks, and return every node's facts in the order of their ranks.
 
-    The master port is free then.
-
-    Raises:
-        UserError: on every node, with the reasons why this run cannot start.
+    The master port is free then. Raises UserError.
     """
     if len(control.nodes) > 1:
         await require_paths(control, environment)

@@ -68,7 +68,6 @@ class RankStatus:
 
 
 def limit_of(status: RankStatus, config: DistributedConfig) -> tuple[str, float]:
-    """Return the key and the seconds that limit how long a rank may stand still."""
     if status.phase in _WHILE_SAVING:
         return "save_timeout_s", config.save_timeout_s + _SAVER_GIVES_UP_S
     if status.is_in_step and not status.limits_steps:
@@ -84,7 +83,6 @@ class IdleClock:
         self._work_s = 0.0
 
     def tick(self, record: RankRecord, status: RankStatus) -> None:
-        """Bring `status` up to date, once a second."""
         status.phase, status.step = record.phase, record.step
         status.limits_steps, status.meetings = record.limits_steps, record.meetings
         status.stage, status.waits_for_stage = record.stage, record.waits_for_stage

@@ -18,8 +18,6 @@ from shardtune.log import logger, node_logger
 
 # Compilers raise these; a compiled function never does.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
-# `compiled` or `eager`, by the name of what this process computes.
-kinds: dict[str, str] = {}
 _MOST_WORKERS = 32  # PyTorch's own limit per process
 _COMPILED = "cuda"  # the type of the devices of `compiled_on_gpus`
 
@@ -49,7 +47,7 @@ def can_compile(device: torch.device) -> bool:
         problem = "Triton is not installed"  # PyTorch's compiler takes seconds to find that out
     else:
         try:
-            compile_for_all_lengths(_line)(torch.ones(8, device=device))
+            compile_for_all_lengths(lambda x: 2 * x + 1)(torch.ones(8, device=device))
         except Exception as error:
             problem = compile_problem(error)
     if problem:
@@ -58,12 +56,7 @@ def can_compile(device: torch.device) -> bool:
     return not problem
 
 
-def _line(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x + 1
-
-
 def compile_problem(error: Exception) -> str:
-    """Return a line why a compilation failed."""
     return first_line(getattr(error, "inner_exception", error))
 
 
@@ -79,7 +72,6 @@ def compiled_or_eager(
     runs in its place.
     """
     eager = eager or function
-    kinds[name] = "compiled" if can_compile(device) else "eager"
     if not can_compile(device):
         return eager
     compiled: Callable[..., Any] | None = compile_for_all_lengths(function, fullgraph=True)
@@ -90,7 +82,7 @@ def compiled_or_eager(
             try:
                 return compiled(*arguments, **options)
             except COMPILE_ERRORS as error:
-                compiled, kinds[name] = None, "eager"
+                compiled = None
                 node_logger.info(f"Compile: {name} runs eager ({compile_problem(error)})")
         return eager(*arguments, **options)
 

@@ -60,7 +60,8 @@ def run(main: Callable[[], None]) -> None:
     ignore_signals()
     this_rank().outcome = failure
     if RECORDS not in os.environ:
-        _print_lines(failure.lines, is_shared)
+        if not (is_shared and failure.lines and _another_rank_has_spoken()):
+            print_errors(*failure.lines)
     elif failure.lost_connection:
         # The agent knows soon which rank or node is gone, and ends this one.
         time.sleep(_AGENT_ENDS_US_S)
@@ -77,18 +78,12 @@ def _leave(code: int) -> NoReturn:
 
 
 def _start_record() -> None:
-    """Show the agent where this rank is, and how to ask for its stack."""
     faulthandler.enable()  # a crash in native code leaves its stack
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A rank that outlives its launcher would hold GPUs and run.dir.
         die_with_parent(os.getppid())
     if RECORDS in os.environ:
         this_rank().show_stack_when_asked()
-
-
-def _print_lines(lines: list[str], is_shared: bool) -> None:
-    if not (is_shared and lines and _another_rank_has_spoken()):
-        print_errors(*lines)
 
 
 def _another_rank_has_spoken() -> bool:

@@ -12,7 +12,6 @@ import torch
 import torch.utils.deterministic
 
 _DEVICES = Path("/dev")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_TIMEOUT_S = 120.0  # without persistence mode each query starts the driver
 _NO_GPU_WANTED = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
 # https://docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of a major version of CUDA.
@@ -33,7 +32,7 @@ def unseen_gpus() -> str | None:
     )
     if not (count := count or _smi("-L").count("GPU ")):
         return None
-    cuda, driver = torch.version.cuda, _driver_version()
+    cuda = torch.version.cuda
     torch_built = f"for CUDA {cuda}" if cuda else "for CPUs"
     remedy = "install requirements.txt anew, without an index of wheels for CPUs"
     if cuda:
@@ -43,18 +42,9 @@ def unseen_gpus() -> str | None:
         if hidden is not None:
             remedy = f"look at CUDA_VISIBLE_DEVICES ({hidden!r}), {remedy}"
     return (
-        f"this node has {count} GPUs with driver {driver}, and PyTorch {torch.__version__}, built "
-        f"{torch_built}, sees none of them - {remedy}, or train on CPUs with "
-        "distributed.backend=gloo"
+        f"this node has {count} GPUs, and PyTorch {torch.__version__}, built {torch_built}, sees "
+        f"none of them - {remedy}, or train on CPUs with distributed.backend=gloo"
     )
-
-
-def _driver_version() -> str:
-    """Return the driver's version, such as `570.124.06`, or `unknown`."""
-    text = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
-    text = text.partition("\n")[0] or _smi("--query-gpu=driver_version", "--format=csv,noheader")
-    found = re.search(r"\d{3,}\.\d+(\.\d+)?", text)
-    return found[0] if found else "unknown"
 
 
 def _smi(*arguments: str) -> str:
@@ -73,7 +63,6 @@ def _smi(*arguments: str) -> str:
 
 
 def use_gpu(local_rank: int) -> torch.device:
-    """Make this GPU the process's own, and set what this project wants of every GPU."""
     # Loading and packed rows ask for blocks of many sizes; segments of fixed size leave holes.
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -63,10 +63,7 @@ def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
     """Return `n_bytes` pinned zero bytes, uint8, which GPUs copy beside their other work.
 
     They are pinned in place: PyTorch's own pinned memory comes in powers of two. `unpin` must come
-    before they are freed. `use` and `remedy` are of the message.
-
-    Raises:
-        RunFailed: the node cannot pin them.
+    before they are freed. `use` and `remedy` are of the message. Raises RunFailed.
     """
     if not n_bytes:
         return torch.empty(0, dtype=torch.uint8)

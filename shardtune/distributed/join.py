@@ -16,8 +16,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
-from shardtune.distributed.store import wait_for
-from shardtune.distributed.world import World, set_collective_timeout
+from shardtune.distributed.world import World, set_collective_timeout, wait_for
 from shardtune.errors import UserError, first_few, first_line
 
 _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -26,9 +25,7 @@ _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def join_world(config: Config) -> World:
     """Meet the other processes that the launcher started; without a launcher, a world of one.
 
-    Raises:
-        UserError: GPUs that are too few, unseen by PyTorch or do not start, `parallel` does not
-            divide the ranks, or not all came in time.
+    Raises UserError.
     """
     settings = config.distributed
     is_launched = any(name in os.environ for name in _LAUNCHER_NUMBERS)
@@ -116,9 +113,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Sto
     """Wait for every rank, and return a part of the store that no earlier processes have used.
 
     A launcher that starts the ranks again keeps its store, with all that the last ones left there.
-
-    Raises:
-        UserError: some ranks did not come in time.
+    Raises UserError.
     """
     attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     store = dist.PrefixStore("/".join([*attempt, str(size)]), store)
@@ -155,7 +150,6 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 
 def describe(world: World) -> str:
-    """Return the `Training Configuration:` block of this node."""
     is_launched = "RANK" in os.environ  # without a launcher MASTER_ADDR may be set, but unused
     master, nodes = "none, a single process", 1
     if is_launched:

@@ -5,9 +5,9 @@ This module has plain data and no torch: agents load it. No other module reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardtune.config import Config, ParallelConfig
 from shardtune.errors import divisors_text
@@ -20,22 +20,6 @@ _CHAINS = (
     ("stages", "replicate", "tensor"),
     ("stages", "context"),
 )
-
-
-class Undivided(NamedTuple):
-    """A degree of the mesh that does not divide the ranks left by the degrees before it."""
-
-    key: str
-    parts: int
-    ranks: int
-    whole: str  # what these ranks are
-    chain: tuple[str, ...]  # the keys that divide them together
-
-    @property
-    def nearest(self) -> int:
-        """The nearest degree that divides them; the smaller one where two are as near."""
-        working = (n for n in range(1, self.ranks + 1) if self.ranks % n == 0)
-        return min(working, key=lambda n: abs(n - self.parts))
 
 
 @dataclass(frozen=True)
@@ -149,7 +133,6 @@ class Layout:
 
     @property
     def rows_per_micro_batch(self) -> int:
-        """The rows of all ranks' micro-batches together."""
         return self.data_ranks * self.micro_batch_size
 
     @property
@@ -224,38 +207,32 @@ class Layout:
         """Return the most micro-batches of a stage that wait for their backward."""
         return min(self.stages - stage, self.micro_batches)
 
-    def undivided(self) -> Iterator[Undivided]:
-        """Yield each degree that does not divide the ranks left by the degrees before it.
+    def problems(self, nodes_of_ranks: Sequence[int] = ()) -> list[str]:
+        """Return why the ranks cannot be divided, given the node of each rank where it is known.
 
         The ranks of a stage that share a row may have different shards, or replicas.
         """
-        refused = set()
+        problems = dict[str, str]()
         for chain in _CHAINS:
             ranks, divided = self.ranks, ["world size"]
-            for key in chain:
-                parts = getattr(self, key)
+            for key in (f"parallel.{name}" for name in chain):
+                parts = getattr(self, key.removeprefix("parallel."))
                 if ranks % parts == 0:
                     ranks //= parts
-                elif key not in refused:
-                    refused.add(key)
+                elif key not in problems:
                     whole = " / ".join(divided) if len(divided) > 1 else "the world size"
-                    yield Undivided(f"parallel.{key}", parts, ranks, whole, chain)
-                divided += [f"parallel.{key}"] if key != "stages" or parts > 1 else []
-
-    def problems(self, nodes_of_ranks: Sequence[int] = ()) -> list[str]:
-        """Return why the ranks cannot be divided, given the node of each rank where it is known."""
-        problems = []
-        for key, parts, ranks, whole, _ in self.undivided():
-            remedy = f"one of {divisors_text(ranks)}" if ranks > 1 else f"{key}=1"
-            if key == "parallel.tensor" and nodes_of_ranks:
-                remedy = f"{key}={self._nearest_tensor(ranks, nodes_of_ranks)}"
-            problems.append(f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}")
+                    remedy = f"one of {divisors_text(ranks)}" if ranks > 1 else f"{key}=1"
+                    if key == "parallel.tensor" and nodes_of_ranks:
+                        remedy = f"{key}={self._nearest_tensor(ranks, nodes_of_ranks)}"
+                    said = f"{key}={parts} does not divide {whole}, {ranks}"
+                    problems[key] = f"{said} - use {remedy}"
+                divided += [key] if key != "parallel.stages" or parts > 1 else []
         if self.tensor > 1 and self.context > 1:
-            problems.append(
+            problems["parallel.context"] = (
                 f"parallel.tensor={self.tensor} and parallel.context={self.context} both cut "
                 "rows - use one of them"
             )
-        return problems or [*filter(None, [self.split_by_nodes(nodes_of_ranks)])]
+        return [*problems.values()] or [*filter(None, [self.split_by_nodes(nodes_of_ranks)])]
 
     @property
     def bubble(self) -> float:
@@ -304,6 +281,5 @@ def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:
 
 
 def _crosses_nodes(nodes_of_ranks: Sequence[int], size: int) -> bool:
-    """Return whether a group of `size` consecutive ranks is on several nodes."""
     firsts = range(0, len(nodes_of_ranks), size)
     return any(len(set(nodes_of_ranks[first : first + size])) > 1 for first in firsts)

@@ -26,7 +26,6 @@ class MeasuredMachine:
 def write_measured(
     run_dir: Path, ranks: list[int], device: str, figures: Sequence[Mapping[str, Any]]
 ) -> MeasuredMachine:
-    """Write the figures that all nodes have measured. Raises OSError."""
     measured = MeasuredMachine(
         ranks,
         device,

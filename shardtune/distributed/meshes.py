@@ -86,17 +86,11 @@ def build_meshes(device: torch.device, layout: Layout) -> Meshes:
     for dimension, whole in whole_meshes.items() if device.type == "cuda" else ():
         if group := _second_group(whole, dimension):
             for_reductions[dimension] = group
-    rows = _consecutive(layout.ranks, layout.context)  # those of `tensor` have a mesh
+    rows, firsts = None, range(0, layout.ranks, layout.context)
+    if layout.context > 1:  # those of `tensor` have a mesh
+        groups = [[*range(first, first + layout.context)] for first in firsts]
+        rows, _ = dist.new_subgroups_by_enumeration(groups)
     return Meshes(mesh, expert_mesh, tensor_mesh, *links, of_parts, for_reductions, rows)
-
-
-def _consecutive(size: int, number: int) -> dist.ProcessGroup | None:
-    """Return this rank's group of `number` consecutive ranks, among all `size`. Collective."""
-    if number == 1:
-        return None
-    groups = [[*range(first, first + number)] for first in range(0, size, number)]
-    group, _ = dist.new_subgroups_by_enumeration(groups)
-    return group
 
 
 def _second_group(mesh: DeviceMesh, dimension: str) -> dist.ProcessGroup | None:

@@ -99,5 +99,4 @@ class Progress:
         return {phase: seconds[phase] for phase in (*STEP_PHASES, "waiting")}
 
     def seconds_in(self, phase: Phase) -> float:
-        """Return the host's seconds in a finished phase since the last `take_seconds`."""
         return self._seconds[phase]

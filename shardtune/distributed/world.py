@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import socket
-from collections.abc import Callable, Iterable, Mapping
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar, cast
@@ -18,7 +20,6 @@ import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
-from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
 from shardtune.errors import Aborted, UserError
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ T = TypeVar("T")
 # Tokenising or reading a large input may take hours on one node while the others wait for it.
 _AGREE_TIMEOUT_S = 2 * 24 * 3600.0
 _OTHERS_REFUSE_WITHIN_S = 20.0
+_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 # The agents end a stuck run before a collective's own timeout does, which names no rank.
 _AGENTS_END_FIRST_S = 60
 
@@ -64,7 +66,6 @@ class World:
 
     @property
     def stage(self) -> int:
-        """The number of this rank's stage."""
         return self.rank // self.layout.stage_ranks
 
     @property
@@ -73,7 +74,6 @@ class World:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's number in its stage."""
         return self.rank % self.layout.stage_ranks
 
     @property
@@ -103,10 +103,7 @@ class World:
 
         The values go through the store: a rank may arrive hours after another. Rank 0 collects them
         into one: if every rank read those of all, 512 ranks would ask the store half a million
-        times.
-
-        Raises:
-            TimeoutError: some have not come within `timeout_s` seconds.
+        times. Raises TimeoutError.
         """
         self.progress.meet()
         number = next(self._round)
@@ -126,8 +123,7 @@ class World:
     def require_same(self, values: Mapping[str, Any], remedy: str) -> None:
         """Refuse JSON-able values that are not node 0's, with both: collective.
 
-        Raises:
-            UserError: on every rank.
+        Raises UserError.
         """
         (node0, expected), *others = self.all_gather_json([self.node_name, dict(values)])
         problems = [
@@ -223,3 +219,39 @@ def set_collective_timeout(timeout_s: float, groups: Iterable[dist.ProcessGroup]
     timeout = datetime.timedelta(seconds=timeout_s + _AGENTS_END_FIRST_S)
     for group in (None, *groups):
         set_timeout(timeout, group)
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
+    """Poll until all keys are in the store. The store's own wait would not react to signals.
+
+    Raises TimeoutError.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no word under {keys[0]} within {timeout_s:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(0.2, 1.5 * pause_s)
+
+
+def set_value(store: dist.Store, key: str, value: Any) -> None:
+    """Leave a JSON-able value in pieces that the store takes; `key` itself appears last."""
+    packed = zlib.compress(json.dumps(value).encode(), level=1)
+    pieces = [packed[start : start + _VALUE_BYTES] for start in range(0, len(packed), _VALUE_BYTES)]
+    for number, piece in enumerate(pieces):
+        cast(Any, store).set(f"{key}/{number}", piece)  # bytes, which its type hints do not know
+    store.set(key, str(len(pieces)))
+
+
+def get_value(store: dist.Store, key: str) -> Any:
+    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
+    return json.loads(zlib.decompress(b"".join(pieces)))
+
+
+def delete_value(store: dist.Store, key: str) -> None:
+    """Delete the value under `key`, if there is one: its memory is the launcher's."""
+    if store.check([key]):
+        for number in range(int(store.get(key))):
+            store.delete_key(f"{key}/{number}")
+        store.delete_key(key)

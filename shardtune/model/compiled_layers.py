@@ -29,9 +29,7 @@ def compile_layers(model: PreTrainedModel, setting: bool | str, world: World) ->
     """
     is_required = setting is True
     if not is_required and not (setting and _every_rank_compiles(world)):
-        compiling.kinds["layers"] = "eager"
         return
-    compiling.kinds["layers"] = "compiled"
     # Compile the backward in the forward: if that fails there, the layer can still run eager.
     functorch_config.force_non_lazy_backward_lowering = True
     # The compiler then keeps products and computes the rest again, as selective checkpointing does.
@@ -93,7 +91,6 @@ def _compiled_forward(
                     "missing part, such as a C++ compiler on a CPU, or use model.compile=false"
                 ) from error
             failed.append(reason)
-            compiling.kinds["layers"] = "eager"
             node_logger.info(
                 f"Compile: layers run eager, since {name} cannot be compiled ({reason})"
             )

@@ -50,7 +50,6 @@ class Chart:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts for which any of the runs has numbers."""
     chart = partial(_chart, runs)
     loss = "Mean over the trained tokens."
     perplexity = "exp of the mean loss over the evaluation data; step 0 is the baseline."
@@ -62,9 +61,6 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         "Of the slowest rank, which waits for no other but for the communication. Above a third, "
         "the run is bound by it: by the network, between nodes."
     )
-    entropy = "Of the router's choices in the least even layer; 1 is even."
-    idle = "Experts that no token chose in the step, over all layers."
-    full = "Tokens of the fullest rank as a multiple of the mean, in the least even layer."
     charts = [
         chart("loss", "Loss", "nats per token", loss, _field("loss")),
         chart("perplexity", "Evaluation perplexity", "perplexity", perplexity, _perplexity),
@@ -78,9 +74,6 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         ),
         chart("phases", "How a step divides", "% of a step", phases, _phases),
         *_scores(runs),
-        chart("router", "Router entropy", "entropy", entropy, _over_layers("entropy", min)),
-        chart("idle", "Idle experts", "experts", idle, _over_layers("without_tokens", sum)),
-        chart("balance", "Fullest rank", "x the mean", full, _over_layers("rank_imbalance", max)),
     ]
     last_step = max(run.last_step for run in runs)
     return [replace(chart, last_step=last_step) for chart in charts if chart.curves]
@@ -114,20 +107,6 @@ def _label(run: RunRecord, runs: Sequence[RunRecord], what: str) -> str:
     return ", ".join(part for part in (run.name if len(runs) > 1 else "", what) if part)
 
 
-def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatArray]:
-    """Keep about `points` finite points: the lowest and the highest of each stretch."""
-    is_finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[is_finite], y[is_finite]
-    if len(y) <= points:
-        return x, y
-    kept = [
-        stretch[0] + extreme
-        for stretch in np.array_split(np.arange(len(y)), points // 2)
-        for extreme in sorted({int(y[stretch].argmin()), int(y[stretch].argmax())})
-    ]
-    return x[kept], y[kept]
-
-
 def smooth(y: FloatArray, width: int) -> FloatArray:
     """Return running means of the finite values among the last `width`, NaN if none is finite."""
     sums, counts = np.nancumsum(y), np.cumsum(np.isfinite(y)).astype(float)
@@ -148,8 +127,8 @@ def network_share(run: RunRecord) -> float:
     return sum(row.get("waiting", 0) for row in rows) / total if total else math.nan
 
 
-def _field(name: str, kind: str = "step", scale: float = 1) -> _CurvesOf:
-    return lambda run: {"": (run.column(kind, "step"), run.column(kind, name) * scale)}
+def _field(name: str, scale: float = 1) -> _CurvesOf:
+    return lambda run: {"": (run.column("step", "step"), run.column("step", name) * scale)}
 
 
 def _perplexity(run: RunRecord) -> _Curves:
@@ -163,7 +142,6 @@ def _perplexity(run: RunRecord) -> _Curves:
 
 
 def _planned(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """Return the GB of each run's plan, by label."""
     return {
         _label(run, runs, "the plan"): predicted / 1e9
         for run in runs
@@ -182,18 +160,6 @@ def _phases(run: RunRecord) -> _Curves:
         )
         for name in dict.fromkeys(name for row in rows for name in row)
     }
-
-
-def _over_layers(name: str, choose: Callable[[list[float]], float]) -> _CurvesOf:
-    """Return a function that chooses a number of a mixture of experts among those of its layers."""
-
-    def curves_of(run: RunRecord) -> _Curves:
-        layers = [entry.get("layers", []) for entry in run.of_kind("experts")]
-        rows = [[layer[name] for layer in of_entry if name in layer] for of_entry in layers]
-        chosen = np.array([choose(row) if row else np.nan for row in rows])
-        return {"": (run.column("experts", "step"), chosen)}
-
-    return curves_of
 
 
 def _scores(runs: Sequence[RunRecord]) -> list[Chart]:

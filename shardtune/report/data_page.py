@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
@@ -16,14 +16,6 @@ from shardtune.report.draw import COLOURS, histogram_svg
 from shardtune.report.page import require_page
 
 _RECORDS_ON_PAGE = 50
-
-
-class _Shown(NamedTuple):
-    """A sequence as the page shows it: runs of text, each with whether it is trained."""
-
-    title: str
-    place: str
-    runs: list[tuple[str, bool]]
 
 
 def write_data_page(
@@ -69,11 +61,12 @@ def write_data_page(
     return prepared.lines
 
 
-def _shown(tokenizer: Any, sequence: ShownSequence) -> _Shown:
+def _shown(tokenizer: Any, sequence: ShownSequence) -> dict[str, Any]:
+    """Return a sequence for the page: its runs of text, each with whether it is trained."""
     record, place, source, tokens, trained = sequence
     of = f" ({source})" if source else ""
     title = f"Record {record}{of}: {len(tokens)} tokens, {sum(trained)} trained"
-    return _Shown(title, place, [*_runs(tokenizer, tokens, trained)])
+    return {"title": title, "place": place, "runs": [*_runs(tokenizer, tokens, trained)]}
 
 
 def _runs(

@@ -1,4 +1,4 @@
-"""Draw a chart: as SVG whose colours follow the page's theme, and as PNG."""
+"""Draw a chart as SVG whose colours follow the page's theme."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import html
 import io
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -16,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from shardtune.report.charts import Chart, thin
+from shardtune.report.charts import Chart
 
 # Okabe and Ito, Color Universal Design (2008), without the black and the yellow: colours that
 # colour-blind people tell apart. The second of each is for a dark page.
@@ -32,7 +31,6 @@ COLOURS = [
 _MOST_INSIDE = 4
 _LONGEST_IN_TWO = 20  # characters of a label, for two columns below the chart
 _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
-_MOST_POINTS = 1600  # all curves of a chart together: a page shows no more
 _DASHES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1))]
 # Stand for the colours of text and grid in the SVG; page.html.jinja gives both themes' values.
 TEXT, GRID, PAGE = "#1a1a1e", "#dcdce1", "#fefefe"
@@ -56,12 +54,10 @@ _STYLE: Any = {  # matplotlib types its keys by name
     "legend.handlelength": 3,
     "text.parse_math": False,  # `$` in a name stays a dollar
     "legend.fontsize": 9,
-    "path.simplify": False,  # curves are thinned already, and keep their spikes
 }
 
 
 def svg(chart: Chart) -> str:
-    """Return the chart as an element for a page."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": chart.name}):
         return _themed_svg(_figure(chart), chart.title)
 
@@ -79,7 +75,6 @@ def histogram_svg(values: npt.ArrayLike, title: str, unit: str, limit: float) ->
 
 
 def _themed_svg(figure: Figure, title: str) -> str:
-    """Return the figure as SVG that takes its size and its colours from the page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
@@ -94,12 +89,6 @@ def _themed_svg(figure: Figure, title: str) -> str:
     return re.sub(
         "|".join(names), lambda match: f"var(--{names[match[0]]})", text, flags=re.IGNORECASE
     )
-
-
-def write_png(chart: Chart, path: Path) -> None:
-    """Draw the chart. Raises OSError where the file cannot be written."""
-    with matplotlib.rc_context(_STYLE):
-        _figure(chart).savefig(path, dpi=200, facecolor="white")
 
 
 def _figure(chart: Chart) -> Figure:
@@ -117,12 +106,10 @@ def _figure(chart: Chart) -> Figure:
 
 
 def _draw(axes: Axes, chart: Chart) -> None:
-    points = _MOST_POINTS // len(chart.curves)
     for curve in chart.curves:
-        x, y = thin(curve.x, curve.y, points)
         axes.plot(
-            x,
-            y,
+            curve.x,
+            curve.y,
             color=COLOURS[curve.colour % len(COLOURS)][0],
             linestyle=_DASHES[(curve.dash + curve.colour // len(COLOURS)) % len(_DASHES)],
             linewidth=0.7 if curve.is_faint else 1.4,
@@ -133,7 +120,6 @@ def _draw(axes: Axes, chart: Chart) -> None:
         )
     for label, value in chart.levels.items():
         axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=_shown(label))
-    _finish(axes, chart)
 
 
 def _shown(label: str) -> str:

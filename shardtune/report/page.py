@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -18,14 +19,13 @@ import jinja2
 
 from shardtune.errors import UserError, all_of
 from shardtune.report.charts import PHASE_NAMES, make_charts
-from shardtune.report.draw import COLOURS, svg, write_png
+from shardtune.report.draw import COLOURS, svg
 from shardtune.report.read_run import Entry, RunRecord, read_run
 from shardtune.report.summary import NOT_WRITTEN, OF_CONFIG, card, figures, no_step, when
 from shardtune.run_files import METRICS
 
 # The anchor and the heading of each table that has rows.
 _HEADINGS = {
-    "evaluations": ("evaluations", "Evaluations"),
     "samples": ("samples", "Samples"),
     "slow_ranks": ("ranks-table", "Slow ranks"),
     "divisions": ("profile", "Profiled steps"),
@@ -51,11 +51,7 @@ def require_page(out: Path) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the page, and say where it is and what it leaves out.
-
-    Raises:
-        UserError: a directory is not a run, or the page cannot be written.
-    """
+    """Write the page, and say where it is and what it leaves out. Raises UserError."""
     runs = all_of(*(partial(read_run, path) for path in options.runs))
     names = Counter(run.name for run in runs)
     runs = [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
@@ -73,7 +69,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
-    """Write the page to `out`, and a PNG of each chart into the folder beside it.
+    """Write the page to `out`.
 
     Returns:
         Notes for the reader: lines that could not be read, models that differ, no step yet.
@@ -81,20 +77,18 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     Raises:
         OSError: a file cannot be written.
     """
-    folder = out.with_name(f"{out.stem}_figures")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.png"):
-        old.unlink()
-    charts = []
-    for chart in make_charts(runs):
-        file = folder / f"{chart.name}.png"
-        write_png(chart, file)
-        png = quote(f"{folder.name}/{file.name}")
-        charts.append({"chart": chart, "svg": svg(chart), "png": png})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    charts = [{"chart": chart, "svg": svg(chart)} for chart in make_charts(runs)]
     notes = list(_notes(runs))
-    tables = {"settings": _settings(runs)}
-    if len(runs) == 1:
-        tables |= _tables(runs[0])
+    tables = {
+        "starts": _rows(runs, _starts),
+        "samples": _rows(runs, _samples),
+        "slow_ranks": _rows(runs, _slow_ranks),
+        "divisions": _rows(runs, _divisions),
+        "data_lines": _rows(runs, _data_lines),
+        "profiles": [link for run in runs for link in _profiles(run, out.parent)],
+        "settings": _settings(runs),
+    }
     environment = jinja2.Environment(autoescape=True, trim_blocks=False)
     template = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
     html = environment.from_string(template).render(
@@ -107,7 +101,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         cards="\n\n".join(map(card, runs)),
         overview=_overview(runs) if len(runs) > 1 else [],
         charts=charts,
-        sections=[heading for name, heading in _HEADINGS.items() if tables.get(name)],
+        sections=[heading for name, heading in _HEADINGS.items() if tables[name]],
         **tables,
     )
     temporary = out.with_name(f".{out.name}.tmp")
@@ -119,6 +113,17 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
 
 def _row(name: str, values: Sequence[str], differs: bool = False) -> dict[str, Any]:
     return {"name": name, "values": values, "differs": differs}
+
+
+def _rows(
+    runs: Sequence[RunRecord], rows_of: Callable[[RunRecord], Iterator[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the rows of a table. Those of one of several runs begin with its name."""
+    return [
+        row | {"name": f"{run.name}: {row['name']}"} if len(runs) > 1 else row
+        for run in runs
+        for row in rows_of(run)
+    ]
 
 
 def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -133,7 +138,6 @@ def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _overview(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a row for each figure that sums up a run, and a column for each run."""
     columns = [figures(run) for run in runs]
     rows = [_row(name, [column[name] for column in columns]) for name in columns[0]]
     return [row | {"differs": row["name"] in OF_CONFIG and _differ(row["values"])} for row in rows]
@@ -143,18 +147,6 @@ def _differ(values: Sequence[str]) -> bool:
     return len(set(values)) > 1
 
 
-def _tables(run: RunRecord) -> dict[str, Any]:
-    """Return what a page of one run shows beside the curves."""
-    return {
-        "starts": [*_starts(run)],
-        "evaluations": [*_evaluations(run)],
-        "samples": _samples(run),
-        "slow_ranks": [*_slow_ranks(run)],
-        "divisions": [*_divisions(run)],
-        "data_lines": run.start.get("data") or [],
-    }
-
-
 def _starts(run: RunRecord) -> Iterator[dict[str, Any]]:
     for entry in run.of_kind("start"):
         changes = "; ".join(
@@ -162,39 +154,19 @@ def _starts(run: RunRecord) -> Iterator[dict[str, Any]]:
             for change in entry.get("changes") or []
         )
         ranks = str(entry.get("world_size", NOT_WRITTEN))
-        yield _row(when(entry.get("time", "")), [str(entry["step"]), ranks, changes or "(nothing)"])
+        values = [str(entry["step"]), ranks, changes or "(nothing)"]
+        yield _row(when(entry.get("time", "")), values)
 
 
-def _evaluations(run: RunRecord) -> Iterator[dict[str, Any]]:
-    by_set: dict[str, list[Entry]] = {}
-    for entry in run.of_kind("eval"):
-        if isinstance(entry.get("perplexity"), int | float):
-            by_set.setdefault(entry.get("set") or "all", []).append(entry)
-    for name, entries in by_set.items():
-        lowest = min(entries, key=lambda entry: entry["perplexity"])
-        shown = [
-            f"{entry['perplexity']:.4f} (step {entry['step']})"
-            for entry in (entries[0], lowest, entries[-1])
-        ]
-        tokens = entries[-1].get("tokens")
-        yield _row(name, [*shown, NOT_WRITTEN if tokens is None else f"{tokens:,}"])
-
-
-def _samples(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the answers of the last evaluation, each beside its reference."""
+def _samples(run: RunRecord) -> Iterator[dict[str, Any]]:
+    """Yield the answers of the last evaluation, each beside its reference."""
     samples = run.of_kind("sample")
-    return [
-        _row(
-            f"step {entry['step']}",
-            [
-                str(entry.get("prompt")),
-                str(entry.get("answer")) + " (cut off)" * ("is_cut" in entry),
-                str(entry.get("reference")),
-            ],
-        )
-        for entry in samples
-        if entry["step"] == samples[-1]["step"]
-    ]
+    last = max((entry["step"] for entry in samples), default=None)
+    for entry in samples:
+        if entry["step"] == last:
+            texts = [str(entry.get(key)) for key in ("prompt", "answer", "reference")]
+            texts[1] += " (cut off)" * ("is_cut" in entry)
+            yield _row(f"step {last}", texts)
 
 
 def _slow_ranks(run: RunRecord) -> Iterator[dict[str, Any]]:
@@ -205,11 +177,11 @@ def _slow_ranks(run: RunRecord) -> Iterator[dict[str, Any]]:
     for name, entries in sorted(by_rank.items(), key=lambda item: -len(item[1]))[:16]:
         phase, _ = Counter(entry.get("phase") for entry in entries).most_common(1)[0]
         most = max(entry.get("ratio") or 0 for entry in entries)
-        yield _row(name, [str(len(entries)), f"{most:.2f} x the median", str(phase)])
+        values = [str(len(entries)), f"{most:.2f} x the median", str(phase)]
+        yield _row(name, values)
 
 
 def _divisions(run: RunRecord) -> Iterator[dict[str, Any]]:
-    """Yield how the profiled steps of rank 0 divide."""
     for entry in run.of_kind("profile"):
         seconds_by_phase = entry.get("seconds", {})
         total = sum(seconds_by_phase.values()) or math.nan
@@ -217,6 +189,15 @@ def _divisions(run: RunRecord) -> Iterator[dict[str, Any]]:
             steps = f"steps {entry.get('first_step')} to {entry['step']}"
             name = f"{steps}: {PHASE_NAMES.get(phase, phase)}"
             yield _row(name, [f"{seconds:.4g}", f"{seconds / total:.1%}"])
+
+
+def _profiles(run: RunRecord, folder: Path) -> list[str]:
+    files_ = sorted((run.path / "profile").glob("*")) if run.of_kind("profile") else []
+    return [quote(os.path.relpath(file.resolve(), folder.resolve())) for file in files_]
+
+
+def _data_lines(run: RunRecord) -> Iterator[dict[str, Any]]:
+    yield from (_row(line, []) for line in run.start.get("data") or [])
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
 
 from shardtune.config_io import bare, read_written
 from shardtune.errors import UserError, counted
-from shardtune.metrics_schema import KINDS, Count, fields_of
 from shardtune.run_files import LOCK, METRICS, is_locked
 
 Entry = dict[str, Any]
 LOADS = "the run still loads"
 ENDED_EARLY = "the run ended before its first step"
 FloatArray = npt.NDArray[np.float64]
-
-
-@with_config(ConfigDict(extra="allow"))
-class _Object(TypedDict):
-    """The fields of every object, of a kind that may be unknown."""
-
-    kind: str
-    step: Count
-
-
-_OBJECT = TypeAdapter(_Object)
-# Fields are checked one by one: an older run lacks some, and a newer one has others.
-_FIELDS = {
-    kind: {name: TypeAdapter(type_) for name, type_ in fields_of(kind).items()} for kind in KINDS
-}
 
 
 @dataclass(frozen=True)
@@ -71,20 +55,17 @@ class RunRecord:
 
     @property
     def unread_note(self) -> str:
-        """Return how many lines are left out and why, or an empty text."""
         lines = counted(self.unread, "line")
         return f"left out {lines} of {METRICS} that cannot be read" if self.unread else ""
 
     @property
     def missing_note(self) -> str:
-        """Return which steps are in another folder, or an empty text."""
         begins = next((start["step"] for start in self.of_kind("start")), 0)
         where = f"steps before {begins + 1} are missing: the run goes on from a checkpoint"
         return f"{where}, and another folder or node has them" if begins else ""
 
     @property
     def model(self) -> str:
-        """The value of model.path, or an empty text where config.yaml is missing."""
         return self.settings.get("model.path", ("", ""))[0]
 
     def column(self, kind: str, name: str) -> FloatArray:
@@ -96,11 +77,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run's directory.
-
-    Raises:
-        UserError: `metrics.jsonl` cannot be read, or has no object of a run.
-    """
+    """Read a run's directory. Raises UserError."""
     file = path / METRICS
     try:
         lines = file.read_bytes().splitlines()
@@ -139,19 +116,14 @@ def before_first_step(is_alive: bool) -> str:
 
 def read_entry(line: bytes | str) -> Entry | None:
     """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line."""
-    try:
-        entry: Entry = dict(_OBJECT.validate_json(line))
-        fields = _FIELDS.get(entry["kind"], {})
-        known = {
-            name: fields[name].validate_python(entry[name]) for name in fields.keys() & entry.keys()
-        }
-        return entry | known  # unknown fields stay as they are
-    except ValidationError:
-        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(line):
+            case {"kind": str(), "step": int()} as entry:
+                return entry
+    return None
 
 
 def read_settings(path: Path) -> dict[str, tuple[str, str]]:
-    """Return each key of the run's config.yaml with its value, as text, and its origin."""
     try:
         written = read_written(path / "config.yaml")
     except UserError:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from shardtune.config import Config
 from shardtune.config_io import bare, load_config, read_written, shared_settings
@@ -29,20 +28,10 @@ from shardtune.report.read_run import Entry, RunRecord, read_run
 _OF_ORDER = ("run.seed", "data.train", "data.max_length", "data.packing")
 
 
-class ShownSequence(NamedTuple):
-    """A sequence of a step, and the data rank, micro-batch and row that train it."""
-
-    data_rank: int
-    micro_batch: int
-    row: int
-    number: int  # the sequence's number
-
-
 def show_step(config_path: Path, assignments: Sequence[str], number: int, as_json: bool) -> None:
     """Print the records that the run in run.dir trained, or would train, in a step.
 
-    Raises:
-        UserError: a wrong configuration, no such run or step, or other data than the run had.
+    Raises UserError.
     """
     config = load_config(config_path, assignments, os.environ)
     log_to_stderr()
@@ -70,19 +59,17 @@ def show_step(config_path: Path, assignments: Sequence[str], number: int, as_jso
         f"Tokens: {step.tokens} | Trained tokens: {step.trained_tokens}",
         file=sys.stderr if as_json else sys.stdout,
     )
-    for sequence in _sequences_of(step, start):
-        tokens, trained = (column.tolist() for column in train[sequence.number])
-        record = int(train.record[sequence.number])
+    for data_rank, micro_batch, row, sequence in _sequences_of(step, start):
+        tokens, trained = (column.tolist() for column in train[sequence])
+        record = int(train.record[sequence])
         if as_json:
-            names = ("step", "data_rank", "micro_batch", "row")
-            position = dict(zip(names, (number, *sequence[:3]), strict=True))
+            position = {"step": number, "data_rank": data_rank, "micro_batch": micro_batch}
             content = {"record": record, "input_ids": tokens, "trained": trained}
-            print(json.dumps(position | content | {"place": places[record]}))
+            print(json.dumps(position | {"row": row} | content | {"place": places[record]}))
         else:
             print(
-                f"\nData rank {sequence.data_rank}, micro-batch {sequence.micro_batch}, row "
-                f"{sequence.row}: record {record} of {places[record]}: {len(tokens)} tokens, "
-                f"{sum(trained)} trained"
+                f"\nData rank {data_rank}, micro-batch {micro_batch}, row {row}: record {record} "
+                f"of {places[record]}: {len(tokens)} tokens, {sum(trained)} trained"
             )
             print(picture(encoder.tokenizer, tokens, trained))
 
@@ -90,8 +77,7 @@ def show_step(config_path: Path, assignments: Sequence[str], number: int, as_jso
 def _start_of(run: RunRecord, number: int) -> Entry:
     """Return the last start before a step, since a resume may change how ranks divide the rows.
 
-    Raises:
-        UserError: the run has no such step.
+    Raises UserError.
     """
     starts = [start for start in run.of_kind("start") if start["step"] < number]
     if not starts:
@@ -136,12 +122,12 @@ def _find_step(config: Config, train: TokenDataset, start: Entry, number: int) -
     return next(step for step in schedule.steps() if step.number == number)
 
 
-def _sequences_of(step: Step, start: Entry) -> Iterator[ShownSequence]:
-    """Yield the sequences of a step by rank and micro-batch, all numbers from 0."""
+def _sequences_of(step: Step, start: Entry) -> Iterator[tuple[int, int, int, int]]:
+    """Yield data rank, micro-batch, row and number of each sequence of a step, all from 0."""
     costs = step.costs(Cost(**start["row_cost"]))
     for rank in range(start["data_ranks"]):
         shares = rows_of_rank(costs, rank, start["data_ranks"], start["micro_batch_size"])
         for micro_batch, rows in enumerate(shares):
             for row in rows:
                 for sequence in step.rows[row].tolist():
-                    yield ShownSequence(rank, micro_batch, row, sequence)
+                    yield rank, micro_batch, row, sequence

@@ -27,7 +27,6 @@ def card(run: RunRecord) -> str:
 
 
 def figures(run: RunRecord) -> dict[str, str]:
-    """Return each figure as text, or in brackets why there is none."""
     setting = {key: value for key, (value, _) in run.settings.items()}
     shown = {
         "model": _model(setting),
@@ -50,7 +49,6 @@ def figures(run: RunRecord) -> dict[str, str]:
 
 
 def no_step(run: RunRecord) -> str:
-    """Return why a run has no step."""
     return ENDED_EARLY if run.is_locked is False else "no step has ended yet"
 
 
@@ -69,7 +67,6 @@ def spoken(seconds: float) -> str:
 
 
 def when(time: str) -> str:
-    """Return a time of metrics.jsonl to the minute."""
     return f"{time[:16].replace('T', ' ')} UTC" if time else NOT_WRITTEN
 
 
@@ -124,7 +121,6 @@ def _loss(run: RunRecord) -> str:
 
 
 def not_taken(run: RunRecord) -> str:
-    """Return which step ended the run because its numbers were not finite, or an empty text."""
     if not run.of_kind("refused") or (entry := run.of_kind("refused")[-1])["step"] <= run.last_step:
         return ""
     what = "gradient norm" if entry.get("loss") is not None else "loss"

@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Show the run until Ctrl-C, or once if the output is not a terminal.
-
-    Raises:
-        UserError: there is no run, and nobody at a terminal who may wait for it.
-    """
+    """Show the run until Ctrl-C, or once if the output is not a terminal. Raises UserError."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it ends the view without an error
     console = Console()
     if not console.is_terminal:
@@ -58,7 +54,6 @@ def watch(options: argparse.Namespace) -> None:
 
 
 def view(run: RunRecord) -> RenderableType:
-    """Return the run's state, for a terminal of any width."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -9,9 +9,13 @@ from typing import NamedTuple
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
-from shardtune.checkpoint.export.best import Best
-from shardtune.checkpoint.export.live import LiveModel
-from shardtune.checkpoint.export.step_models import StepModels, is_step_model, step_model
+from shardtune.checkpoint.export.live import (
+    Best,
+    LiveModel,
+    StepModels,
+    is_step_model,
+    step_model,
+)
 from shardtune.config import Config
 from shardtune.config_io import write_config
 from shardtune.data.dataset import PreparedData
@@ -30,13 +34,11 @@ from shardtune.run_files import METRICS
 from shardtune.training import optim
 from shardtune.training.context import Prediction, TrainContext
 from shardtune.training.observers.expert_balance import ExpertBalance
-from shardtune.training.observers.export_command import ExportCommand
-from shardtune.training.observers.loss_spikes import LossSpikes
+from shardtune.training.observers.export_command import ExportCommand, StepExport, is_due
 from shardtune.training.observers.metrics import Metrics, read_entries
 from shardtune.training.observers.profiler import StepProfiler
 from shardtune.training.observers.sinks import open_sinks
-from shardtune.training.observers.step_export import StepExport, is_due
-from shardtune.training.observers.step_log import StepLog
+from shardtune.training.observers.step_log import LossSpikes, StepLog
 from shardtune.training.observers.stragglers import Stragglers
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.pipeline import Stage
@@ -64,7 +66,10 @@ def build_train_context(
     states, whole, policy, is_flat = load_model(run, model_config, data, prediction)
     model, owned, host, optimizer = states
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
-    metrics = open_metrics(run)
+    _say_where_earlier_steps_are(run)
+    # On node 0's disk, with the trackers that the configuration names.
+    sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
+    metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
     run_state = state_of_run(run, model_config, assets, data, policy)
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
@@ -73,9 +78,7 @@ def build_train_context(
     live = partial(
         LiveModel, run.directory, config, model, optimizer, whole, assets, run_state, world
     )
-    best, command, step_export = open_exports(
-        run, live, saver.to_be_saved, metrics, schedule, bool(data.eval)
-    )
+    best, command, step_export = open_exports(run, live, metrics, schedule, bool(data.eval))
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
@@ -107,19 +110,13 @@ def build_train_context(
     )
 
 
-class LoadedModel(NamedTuple):
-    """A model that is ready to train."""
-
-    states: States
-    whole: PreTrainedModel  # on the meta device, not sharded
-    policy: reshard.ReshardPolicy
-    is_flat: bool  # a row has its records in sequence, without padding
-
-
 def load_model(
     run: Run, model_config: PretrainedConfig, data: PreparedData, prediction: Prediction
-) -> LoadedModel:
-    """Build the sharded model and its optimizer, and load the checkpoint to resume from."""
+) -> tuple[States, PreTrainedModel, reshard.ReshardPolicy, bool]:
+    """Build the sharded model and its optimizer, and load the checkpoint to resume from.
+
+    Return them, the model of all stages on meta, the policy, and whether rows are flat.
+    """
     # All trials of the model run on the source's weights, before the checkpoint is loaded: a resume
     # decides as the start did.
     config, world = run.config, run.world
@@ -133,7 +130,7 @@ def load_model(
     set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
     is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
     load_states(states, run)
-    return LoadedModel(states, whole, policy, is_flat)
+    return states, whole, policy, is_flat
 
 
 class States(NamedTuple):
@@ -157,7 +154,6 @@ def build_states(config: Config, model_config: PretrainedConfig, world: World) -
 
 
 def load_states(states: States, run: Run) -> None:
-    """Load the checkpoint that the run resumes from, if any, and clear files of other runs."""
     model, owned, host, optimizer = states
     resumed, seed, world = run.resumed, run.config.run.seed, run.world
     if resumed:
@@ -170,13 +166,6 @@ def load_states(states: States, run: Run) -> None:
     checkpoint.clear_leftovers(run.directory, resumed, world)
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
-
-
-def open_metrics(run: Run) -> Metrics:
-    """Open metrics.jsonl on node 0's disk to continue it, and the sinks that the config names."""
-    _say_where_earlier_steps_are(run)
-    sinks = partial(open_sinks, run.config, run.directory.path, run.resumed_step)
-    return Metrics(run.metrics_file, run.world, run.resumed_step, sinks)
 
 
 def _say_where_earlier_steps_are(run: Run) -> None:
@@ -199,7 +188,6 @@ def _say_where_earlier_steps_are(run: Run) -> None:
 def open_exports(
     run: Run,
     live_model: Callable[[], LiveModel],
-    to_be_saved: Callable[[], int],
     metrics: Metrics,
     schedule: Schedule,
     has_eval_data: bool,
@@ -218,28 +206,20 @@ def open_exports(
             if run.resumed and (kept := best.resume(run.resumed)):
                 metrics.write(kept)  # in place of the line that the resume has dropped
         if every:
-            in_use = command.models_in_use
-            models = StepModels(run.directory, live, to_be_saved, keep, in_use, world)
+            models = StepModels(run.directory, live, keep, world)
     return best, command, StepExport(models, command, schedule, config.export)
 
 
 def find_pending_model(run: Run, schedule: Schedule) -> int | None:
     """Return the step that the run resumes from, if its model is due and rank 0 lacks it.
 
-    A run is killed while it writes the model of a step whose checkpoint is there. Log it where the
-    newest due step is before the resumed one: no start takes that step again. Collective.
+    A run is killed while it writes the model of a step whose checkpoint is there. Collective.
     """
-    every, resumed = run.config.export.every_steps, run.resumed
-    if not resumed or not every:
+    resumed, config = run.resumed, run.config.export
+    if not resumed or not config.every_steps or not is_due(resumed.step, schedule, config):
         return None
-    is_now = is_due(resumed.step, schedule, run.config.export)
-    due = resumed.step if is_now else (resumed.step - 1) // every * every
-    folder = step_model(run.directory, due)
-    if not due or run.world.on_rank0(lambda: is_step_model(folder)):
-        return None
-    if not is_now:
-        logger.info(f"{folder} is missing: an earlier start did not write it")
-    return resumed.step if is_now else None
+    folder = step_model(run.directory, resumed.step)
+    return None if run.world.on_rank0(lambda: is_step_model(folder)) else resumed.step
 
 
 def prepare_forward(

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from shardtune.checkpoint import Saver
-from shardtune.checkpoint.export.best import Best
+from shardtune.checkpoint.export.live import Best
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Schedule
 from shardtune.training.observers.expert_balance import ExpertBalance
-from shardtune.training.observers.export_command import ExportCommand
-from shardtune.training.observers.metrics import Metrics
-from shardtune.training.observers.observer import StepObserver
-from shardtune.training.observers.step_export import StepExport
+from shardtune.training.observers.export_command import ExportCommand, StepExport
+from shardtune.training.observers.metrics import Metrics, StepObserver
 from shardtune.training.pipeline import Stage
 from shardtune.training.run import Run
 from shardtune.training.states.host_states import HostStates

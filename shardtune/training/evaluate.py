@@ -23,12 +23,12 @@ from shardtune.data.prompts import Prompt, UnfinishedTexts, choose_prompts, in_r
 from shardtune.data.schedule import Schedule, assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
+from shardtune.garbage_collection import collect_if_due
 from shardtune.log import logger, quoted
 from shardtune.metrics_schema import EvalEntry, SampleEntry
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import Measure, predicted_logits
 from shardtune.training.context import TrainContext
-from shardtune.training.garbage_collection import collect_if_due
 from shardtune.training.observers.metrics import read_entries
 from shardtune.training.run import Run
 

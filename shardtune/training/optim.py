@@ -19,11 +19,10 @@ from shardtune.log import logger
 from shardtune.metrics_schema import RefusedEntry
 from shardtune.optimizers.rules import find_rule
 from shardtune.training.context import TrainContext
-from shardtune.training.observers.loss_spikes import inspect_command
 from shardtune.training.observers.metrics import StepStats
-from shardtune.training.states.host_states import HostStates
+from shardtune.training.observers.step_log import inspect_command
+from shardtune.training.states.host_states import HostStates, row_norms
 from shardtune.training.states.replica_shards import OwnedParameters
-from shardtune.training.states.sent_gradients import row_norms
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 
 _NORM_PIECE = 1 << 24  # elements that are float64 at the same time
@@ -91,22 +90,6 @@ def compile_update(optimizer: ShardedOptimizer, config: Config, world: World) ->
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 
-def kinds_of_run(optimizer: ShardedOptimizer, world: World) -> dict[str, str]:
-    """Return, by name, which computations of the run are `compiled` and which `eager`. Collective.
-
-    A computation that one rank runs eager counts as eager.
-    """
-    # The kinds decide the last bits of a run's numbers: compiled kernels of a GPU round a product
-    # and a sum together, once, and divide less exactly.
-    if world.device.type != "cuda":
-        return {}
-    kinds = dict(compiling.kinds)
-    if not optimizer.rule.is_fused:
-        kinds["the update of the weights"] = "compiled" if optimizer.is_compiled else "eager"
-    per_rank = [list(each.items()) for each in world.all_gather_json(kinds)]
-    return dict(sorted(chain(*per_rank), key=lambda item: item[1] == "eager"))
-
-
 def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:
     """Return the learning rate of step `step` (from 1).
 
@@ -165,7 +148,6 @@ def clip_gradients(optimizer: ShardedOptimizer, max_norm: float, norm: float) ->
 
 
 def require_finite(context: TrainContext, step: int, stats: StepStats) -> None:
-    """Raise RunFailed, on all ranks alike, if a step's loss or gradient norm is not finite."""
     loss, norm, world = stats.loss, stats.grad_norm, context.run.world
     if math.isfinite(loss) and math.isfinite(norm):
         return

@@ -11,8 +11,6 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import OutOfMemory, first_line
 from shardtune.optimizers.rules import smaller_rules
 
-_LONG_ROW = 1 << 14  # tokens; kernels on a share of a shorter row are too small to be fast
-
 
 def step_fits(layout: Layout) -> AbstractContextManager[None]:
     """Raise OutOfMemory, with keys that save memory, if a step or an evaluation runs out of it."""
@@ -20,18 +18,11 @@ def step_fits(layout: Layout) -> AbstractContextManager[None]:
     keys = []
     if not layout.keeps_inputs_alone:
         keys.append("set model.activation_checkpointing=full")
-    if layout.row_ranks == 1 and length >= _LONG_ROW:
-        keys.append("set parallel.context, so that several ranks share each row")
     if layout.expert == 1:
         keys.append("set parallel.expert if the model has experts")
     if rows > 1:
         more = "raise train.gradient_accumulation_steps as much"
         keys.append(f"lower train.micro_batch_size and {more}")
-    elif layout.micro_batches > 1:
-        keys.append(
-            "set train.gradient_accumulation_steps=1 if the log says that gradients are reduced "
-            "once a step (each rank keeps them whole until then)"
-        )
     return _explain_out_of_memory(
         f"a micro-batch of {rows} (train.micro_batch_size) x {length} (data.max_length) tokens",
         f"{', '.join([*keys, 'use more GPUs'])}, or start anew with another run.dir and "

@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 from shardtune.checkpoint import resume_rules
 from shardtune.checkpoint.assets import (
     SOURCE,
-    links_out_of,
     list_source,
     model_assets,
     with_stops,
@@ -39,8 +38,6 @@ from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run
 
-_NAMED_TEMPLATES = "additional_chat_templates"
-
 
 def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     """Read the model's configuration, fetch its weights, and read the files beside them.
@@ -67,11 +64,6 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
-    for link in links_out_of(folder):
-        logger.warning(
-            f"{link} leads out of its folder, to {link.resolve()}, and is not copied into exported "
-            "models - put the file itself there if it belongs to the model"
-        )
     if config.model.init == "pretrained":
         # Nodes may have disks of their own, whose copies of the model must be equal.
         source = world.on_rank0(lambda: list_source(config.model.path))
@@ -89,17 +81,10 @@ def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
     """
     encoder = dataset.build_encoder(config.model.path, config.data, datetime.date.today())
     template = encoder.tokenizer.chat_template
-    if isinstance(template, dict) and (_folder_of(config.model.path) / _NAMED_TEMPLATES).is_dir():
-        names = ", ".join(sorted(template.keys() - {"default"}))
-        logger.warning(
-            f"{_NAMED_TEMPLATES}/ of the model is not copied into exported models: they lack the "
-            f"chat templates {names}"
-        )
     return encoder.stop_token_ids, template if isinstance(template, str) else None
 
 
 def _read_assets(config: Config, stops: list[int], template: str | None) -> dict[str, bytes]:
-    """Return the files beside the weights, with the chat template and the stops of training."""
     source = model_assets(_folder_of(config.model.path))
     assets = with_stops(source, stops)
     if assets != source:
@@ -107,10 +92,6 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
             f"Stop tokens: generation_config.json of exported models names {stops}, with which "
             "training ends texts; by that of the source generate() would go on behind some"
         )
-        if config.lora.rank:
-            logger.info(
-                "peft reads the base model's: give it the generation_config.json of adapter/"
-            )
     return with_template(assets, template) if template else assets
 
 

@@ -117,7 +117,6 @@ def state_of_run(
     data: PreparedData,
     reshard: ReshardPolicy,
 ) -> dict[str, Any]:
-    """Return the state that each checkpoint of the run holds beside its tensors and position."""
     frozen = json.loads(assets.get(SOURCE, b"{}")).get("weights")
     names = [source.label for source in run.config.data.train_sources.values()]
     counted = (data.train.begins_record, data.train.trained_counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 
 import torch
@@ -29,8 +29,6 @@ from shardtune.training.run import Run
 from shardtune.training.states.state_bytes import StateBytes
 from shardtune.units import gb
 
-# Micro-batches for each stage, with which the bubble hardly counts (GPipe, arXiv 1811.06965).
-_ENOUGH_MICRO_BATCHES = 4
 # Attributes of routers with the width of their noise in training.
 _JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 
@@ -57,7 +55,6 @@ def start_logging(config: Config, world: World) -> None:
 
 
 def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: Cost) -> StartEntry:
-    """Return the object of kind `start` for `metrics.jsonl`."""
     config, world, resumed = run.config, run.world, run.resumed
     changes = resume_rules.changes_since(resumed, config, world) if resumed else []
     return StartEntry(
@@ -130,16 +127,9 @@ def router_remarks(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _describe_stages(layers: list[range], layout: Layout) -> str:
-    """Return a line with the layers of each stage, the idle share of a step, and its remedy."""
-    stages, rows, micro_batches = len(layers), layout.micro_batch_size, layout.micro_batches
+    stages, micro_batches = len(layers), layout.micro_batches
     parts = " and ".join(f"{part[0]}-{part[-1]}" for part in layers)
-    line = (
+    return (
         f"Stages: {stages}, of layers {parts} | Idle: ({stages} - 1) / ({micro_batches} + {stages} "
         f"- 1) = {layout.bubble:.0%} of a step (the bubble)"
     )
-    more = rows * micro_batches if rows > 1 else _ENOUGH_MICRO_BATCHES * stages
-    if micro_batches >= min(more, _ENOUGH_MICRO_BATCHES * stages):
-        return line
-    smaller = "train.micro_batch_size=1 " if rows > 1 else ""
-    less = f"{replace(layout, micro_batches=more).bubble:.0%}"
-    return f"{line} - {smaller}train.gradient_accumulation_steps={more} makes it {less}"

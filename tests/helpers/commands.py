@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from pydantic import TypeAdapter
 
 from distTest.rehearse import namespaces
-from shardtune.metrics_schema import KINDS, fields_of
+from shardtune.metrics_schema import KINDS
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -85,7 +85,7 @@ def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     entries = list(map(json.loads, lines))
     for entry in entries:
         TypeAdapter(KINDS[entry["kind"]]).validate_python(entry, strict=True)
-        assert entry.keys() <= fields_of(entry["kind"]).keys(), entry
+        assert entry.keys() <= get_type_hints(KINDS[entry["kind"]]).keys(), entry
     entries = [entry for entry in entries if entry["kind"] == kind]
     times = [datetime.datetime.fromisoformat(entry.pop("time")) for entry in entries]
     assert all(time.utcoffset() == datetime.timedelta(0) for time in times)

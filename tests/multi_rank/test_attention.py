@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import one_by_one
 from benchmarks.tiny import VOCABULARY
-from distTest.workloads.batch import batch_of
+from distTest.workloads.small_models import batch_of
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.layout import Layout

@@ -29,8 +29,8 @@ from helpers.small_runs import (
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.best import Best
-from shardtune.checkpoint.export.listing import listing_json, read_listing
+from shardtune.checkpoint.assets import listing_json, read_listing
+from shardtune.checkpoint.export.live import Best
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.training import evaluate
 
@@ -112,7 +112,7 @@ def test_the_best_model_is_the_export_of_its_step(folder, tmp_path):
         said = (
             f"Saved the best model so far, of step {step}, perplexity {math.exp(losses[step]):.4f}"
         )
-        assert said in done.stdout and "Best model: 0.00 GB, written to run/best" in done.stdout
+        assert said in done.stdout
         about = {"step": step, "loss": losses[step], "perplexity": math.exp(losses[step])}
         assert read_listing(best).items() >= about.items()
         out = tmp_path / f"out{step}"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.log import setup_logging
 from shardtune.training.observers.expert_balance import ExpertBalance, balance
-from shardtune.training.observers.observer import StepEnded
+from shardtune.training.observers.metrics import StepEnded
 
 # One rank; spread experts, layers computed again; sharded experts, layers computed again in part.
 VARIANTS: list[tuple[int, list[str]]] = [

@@ -16,7 +16,8 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, finish
 from helpers.ranks import on_ranks, run_script
 
-from shardtune.training import garbage_collection, pipeline
+from shardtune import garbage_collection
+from shardtune.training import pipeline
 from shardtune.training.observers.metrics import Metrics
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from shardtune.__main__ import run
 from shardtune.ask import Model
-from shardtune.checkpoint.export.listing import LISTING, listing_json
+from shardtune.checkpoint.assets import LISTING, listing_json
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 
@@ -355,11 +355,6 @@ def edited(file: str, **values: Any) -> Callable[[Path], None]:
         (lose_a_tensor, "no model.layers.1.mlp.up_proj.weight, 1 tensors in all"),
         (lose_the_tokenizer, "it cannot be opened (ValueError: Couldn't instantiate"),
         (edited("config.json", model_type="nobody"), "does not know the architecture nobody"),
-        (edited("config.json", quantization_config={"quant_method": "x"}), "by x) -"),
-        (
-            edited("hf_quant_config.json", quantization={"quant_algo": "FP8"}),
-            "no `quant_method`",
-        ),
         (
             edited("adapter_config.json", base_model_name_or_path=None),
             "a base that was drawn at random: neither",
@@ -367,10 +362,6 @@ def edited(file: str, **values: Any) -> Callable[[Path], None]:
         (
             with_template("{{ raise_exception('no') }}"),
             "model refuses the question (TemplateError: no) - mend chat_template.jinja there",
-        ),
-        (
-            with_template("{% if 0 %}{% endif %}"),
-            "model leaves the question out - mend it",
         ),
         (
             edited("config.json", max_position_embeddings=4),

@@ -86,16 +86,14 @@ def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_pa
 def test_keys_of_another_version_end_a_resume_where_their_section_must_not_change(tmp_path):
     config = load(tmp_path)
     saved = to_dict(config)
-    manifest = {"state": {"config": saved}, "versions": {"shardtune": "9.1"}}
+    manifest = {"state": {"config": saved}, "versions": {}}
     resumed = Checkpoint("checkpoint_0000002", manifest, "", [])
     saved["train"]["gone"] = 1
     require_allowed_settings(resumed, config)
     saved["data"]["gone"] = saved["gone"] = 2
     with pytest.raises(UserError) as refused:
         require_allowed_settings(resumed, config)
-    (problem,) = refused.value.problems
-    assert "data.gone=2, gone=2" in problem and "the version that wrote it (9.1; this is" in problem
-    assert "train.gone" not in problem
+    assert [problem.split()[0] for problem in refused.value.problems] == ["data.gone", "gone"]
 
 
 def test_a_checkpoint_without_the_newest_keys_keeps_its_choice_of_resharding(tmp_path):

@@ -5,19 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import re
-import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from helpers.ranks import world_of
 from helpers.thread_ranks import save_steps
 from torch import distributed as dist
 
-from shardtune.checkpoint import Saver, clear_leftovers, durable_fs
+from shardtune.checkpoint import clear_leftovers, durable_fs
 from shardtune.checkpoint.commit import SaveAttempt
-from shardtune.checkpoint.export.step_models import StepModels
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.errors import UserError
 from shardtune.log import setup_logging
@@ -32,41 +29,6 @@ def test_a_disk_without_room_for_one_checkpoint_is_said_at_the_start(tmp_path, m
     save_steps((1,), 2, run_dirs, keep=1)
     (warned,) = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert "disk0/checkpoints" in warned
-
-
-@pytest.mark.parametrize(
-    ("free", "is_linked", "is_written"), [(16, False, True), (15, False, False), (15, True, True)]
-)
-def test_a_model_of_a_step_leaves_room_for_the_next_checkpoint(
-    free, is_linked, is_written, tmp_path, monkeypatch
-):
-    """Where both are on one disk."""
-    written: list[Path] = []
-
-    def write(out: Path, *_: Any) -> str:
-        written.append(out)
-        return ""
-
-    if is_linked:
-        (tmp_path / "checkpoints").symlink_to("/dev/shm")
-        assert Path("/dev/shm").stat().st_dev != tmp_path.stat().st_dev, "it needs a second disk"
-    monkeypatch.setattr(durable_fs, "free_bytes", lambda _: free * GB)
-    live: Any = SimpleNamespace(n_bytes=6 * GB, write=write)
-    world = world_of(0, 1, dist.HashStore())
-    models = StepModels(RunDir(tmp_path, [0], None), live, lambda: 10 * GB, 1, list, world)
-    assert bool(models.write(1)) == bool(written) == is_written
-
-
-def test_room_is_kept_for_the_rest_of_a_save_and_the_next_one(tmp_path, monkeypatch):
-    attempts = [SimpleNamespace(staging=tmp_path)]
-    ended = threading.Event()
-    saver = SimpleNamespace(disk_bytes=GB, _thread=None, _attempts=attempts)
-    monkeypatch.setattr(durable_fs, "size", lambda _: GB // 4)
-    assert Saver.to_be_saved(cast(Saver, saver)) == GB
-    saver._thread = threading.Thread(target=ended.wait)
-    saver._thread.start()
-    assert Saver.to_be_saved(cast(Saver, saver)) == 7 * GB // 4
-    ended.set()
 
 
 def test_what_a_start_deletes_is_said(tmp_path, capsys):

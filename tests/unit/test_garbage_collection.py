@@ -6,8 +6,8 @@ import gc
 import weakref
 from itertools import count
 
-from shardtune.imports import imports_without_gc
-from shardtune.training import garbage_collection
+from shardtune import garbage_collection
+from shardtune.garbage_collection import imports_without_gc
 
 
 def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):

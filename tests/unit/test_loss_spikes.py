@@ -10,8 +10,8 @@ import pytest
 from helpers.data_run import log_lines
 
 from shardtune.config import Config
-from shardtune.training.observers.loss_spikes import LossSpikes
-from shardtune.training.observers.observer import StepEnded
+from shardtune.training.observers.metrics import StepEnded
+from shardtune.training.observers.step_log import LossSpikes
 
 NOISE = random.Random(0)
 FALLING = [3 - i / 100 + NOISE.gauss(0, 0.1) for i in range(100)]

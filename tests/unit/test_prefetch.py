@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardtune.data.schedule import Position, Schedule
 from shardtune.distributed.rank_record import this_rank
 from shardtune.model.flops import cost_of
-from shardtune.training.prefetch import prefetch
+from shardtune.training.data_and_schedule import prefetch
 
 
 class Sequences:

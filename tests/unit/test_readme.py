@@ -11,8 +11,7 @@ import pytest
 from helpers.chats import write_jsonl
 from huggingface_hub import ModelCard
 
-from shardtune.checkpoint.assets import SOURCE, list_source
-from shardtune.checkpoint.export.readme import readme
+from shardtune.checkpoint.assets import SOURCE, list_source, readme
 
 EVALUATIONS = [
     {"kind": "eval", "step": 0, "perplexity": 15.98126},

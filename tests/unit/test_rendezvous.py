@@ -134,12 +134,10 @@ async def test_a_problem_of_node_0_gives_the_prompt_back_within_5_s() -> None:
 
 
 @in_loop
-async def test_both_nodes_say_likely_causes_and_go_on_waiting(
+async def test_both_nodes_say_that_they_wait(
     lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have different ports."""
-    assert rendezvous._LIKELY_CAUSES_AFTER_S < 60
-    monkeypatch.setattr(rendezvous, "_LIKELY_CAUSES_AFTER_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
     monkeypatch.setattr(rendezvous, "_TELL_S", 0.1)
     ports = [a_free_port(), a_free_port()]
@@ -148,8 +146,7 @@ async def test_both_nodes_say_likely_causes_and_go_on_waiting(
     assert "node 1 of 2 did not come to node 0 within 1 s" in first
     assert f"no node 0 came to 127.0.0.1:{ports[1]} within 1 s" in second
     for waits in ("waiting for node 1 of 2", " looks for node 0: "):
-        said = ["Likely by now: " in line for line in lines if waits in line]
-        assert not said[0] and said[-1]
+        assert any(waits in line for line in lines)
 
 
 async def come(number: int, nodes: int, port: str) -> Control:
@@ -211,17 +208,16 @@ async def test_strangers_at_the_master_port_are_let_go(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "is_own", "words"),
+    ("result", "words"),
     [
-        ("stranger", False, "it answered so, seen from node 1 ("),
-        ("refused", True, "MASTER_ADDR 127.0.0.1 is an address of node 1 ("),
-        ("refused", False, "no node 0 came to 127.0.0.1:{port} within 0 s, 127.0.0.1 refuses"),
-        ("silent", False, "nothing answers at MASTER_ADDR 127.0.0.1 from node 1 ("),
+        ("stranger", "it answered so, seen from node 1 ("),
+        ("refused", "no node 0 came to 127.0.0.1:{port} within 0 s, 127.0.0.1 refuses"),
+        ("silent", "nothing answers at MASTER_ADDR 127.0.0.1 from node 1 ("),
     ],
 )
 @in_loop
 async def test_a_worker_says_why_it_does_not_find_node_0(
-    result: str, is_own: bool, words: str, monkeypatch: pytest.MonkeyPatch
+    result: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(*_: object) -> None:
         raise NotFound(result, "it answered so")
@@ -230,8 +226,8 @@ async def test_a_worker_says_why_it_does_not_find_node_0(
     limits = dict.fromkeys(rendezvous._GIVE_UP_AFTER_S, 0.0)
     monkeypatch.setattr(rendezvous, "_GIVE_UP_AFTER_S", limits)
     port = a_free_port()
-    own = {"interface": "eth0", "owns_master": True} if is_own else {"owns_master": False}
-    assert words.format(port=port) in await refusal(meet(node(1, port, **own), "c0de"))
+    worker = node(1, port, owns_master=False)
+    assert words.format(port=port) in await refusal(meet(worker, "c0de"))
 
 
 @in_loop

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.log import setup_logging
 from shardtune.model.flops import DevicePeak
-from shardtune.training.observers.metrics import Metrics, StepStats
-from shardtune.training.observers.observer import StepEnded
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepStats
 from shardtune.training.observers.step_log import StepLog
 
 

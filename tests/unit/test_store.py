@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU, read_measured, write_measured
-from shardtune.distributed.store import delete_value, get_value, set_value
+from shardtune.distributed.world import delete_value, get_value, set_value
 
 
 def test_a_value_larger_than_the_store_takes_comes_back_whole():

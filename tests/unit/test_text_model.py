@@ -112,7 +112,9 @@ def assert_exported_as(expected: Tensors, model: PreTrainedModel, source: Path, 
     tied, state = model.all_tied_weights_keys, model_state(model)
     export = WholeModel(model_kinds(model), tied, "source", assets, source)
     out.mkdir()
-    export.write_rest(out, export.write_files(out, lambda name: state[name].detach()), {})
+    export.write_rest(
+        out, export.write_files(out, lambda name: state[name].detach()), {"step": 1}, lambda *_: ""
+    )
     written = load_file(out / "model.safetensors")
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -189,7 +191,7 @@ def test_adapters_have_the_names_that_peft_gives_them_in_the_whole_class(
     (tmp_path / "adapter").mkdir()
     state = model_state(model)
     entries = adapter.write_files(tmp_path / "adapter", lambda name: state[name].detach())
-    adapter.write_rest(tmp_path / "adapter", entries, {})
+    adapter.write_rest(tmp_path / "adapter", entries, {"step": 1}, lambda *_: "")
     whole = AutoModelForImageTextToText.from_pretrained(source)
     config = PeftConfig.from_pretrained(tmp_path / "adapter")
     expected = get_peft_model_state_dict(get_peft_model(whole, config))

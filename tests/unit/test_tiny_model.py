@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from distTest.rehearse import tiny_model as tiny
+from distTest.workloads import small_models as tiny
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])

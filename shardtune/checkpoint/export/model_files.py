@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -27,13 +27,21 @@ from transformers.core_model_loading import (
 )
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.assets import SOURCE, model_assets, with_dtype, without_announcements
-from shardtune.checkpoint.export.listing import LISTING, Entries, listing_json, read_listing
+from shardtune.checkpoint.assets import (
+    LISTING,
+    SOURCE,
+    Entries,
+    listing_json,
+    model_assets,
+    read_listing,
+    with_dtype,
+    without_announcements,
+)
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.data.model_type import read_config_json
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
-from shardtune.errors import AGAIN, RunFailed, UserError
+from shardtune.errors import RunFailed, UserError
 from shardtune.model.source.load_weights import open_tensors
 from shardtune.model.source.quantised import Sliceable, quantisation_in
 from shardtune.model.source.text_model import build_with_towers, drop_towers
@@ -67,7 +75,6 @@ class Export(ABC):
     """The files of an export and what each holds, the same on every rank."""
 
     remark, library = "", "transformers"
-    readme: Callable[[int, str], str] | None = None  # README.md for a step and what opens its model
     _dtype: str
     _assets: dict[str, bytes]  # the other files
     _files: dict[str, list[Unit]]
@@ -79,11 +86,15 @@ class Export(ABC):
     @property
     def stored(self) -> list[str]:
         """The stored tensors in the order in which all files take them."""
-        return [name for units in self._files.values() for unit in units for name in unit.stored]
+        return [name for unit in self._units for name in unit.stored]
 
     @property
     def bytes(self) -> int:
-        return sum(unit.bytes for units in self._files.values() for unit in units)
+        return sum(unit.bytes for unit in self._units)
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [*chain(*self._files.values())]
 
     def write_files(
         self, out: Path, read: Callable[[str], torch.Tensor], share: slice = slice(None)
@@ -97,18 +108,20 @@ class Export(ABC):
             entries[file_name] = written.entry
         return entries
 
-    def write_rest(self, out: Path, entries: Entries, about: Mapping[str, Any]) -> None:
-        """Write everything but the weights, once all weights are written, and check those.
+    def write_rest(
+        self,
+        out: Path,
+        entries: Entries,
+        about: Mapping[str, Any],
+        card: Callable[[int, str], str],
+    ) -> None:
+        """Write everything but the weights, once all weights are written.
 
-        `about` says in export.json where the weights are from.
-
-        Raises:
-            RunFailed: the files do not hold the tensors that they should.
+        `about` says in export.json where the weights are from. `card` returns README.md for a step
+        and for the library that opens its model.
         """
-        self._require_whole(out)
-        files, entries = dict(self._assets), dict(entries)
-        if self.readme:
-            files["README.md"] = self.readme(about["step"], self.library).encode()
+        entries = dict(entries)
+        files = self._assets | {"README.md": card(about["step"], self.library).encode()}
         if len(self._files) > 1:
             places = {
                 name: file_name
@@ -128,29 +141,11 @@ class Export(ABC):
 
     @property
     def _summary(self) -> dict[str, Any]:
-        tensors = sum(len(unit.exported) for units in self._files.values() for unit in units)
-        return {"dtype": self._dtype, "tensors": tensors}
+        return {"dtype": self._dtype, "tensors": sum(len(unit.exported) for unit in self._units)}
 
     def is_in(self, out: Path, about: Mapping[str, Any]) -> bool:
-        """Whether `out` is this model already."""
         expected = {**about, **self._summary}
         return (read_listing(out) or {}).items() >= expected.items()
-
-    def _require_whole(self, out: Path) -> None:
-        """Raises RunFailed where the files hold other tensors than they should."""
-        for file_name, units in self._files.items():
-            expected = {name: kind for unit in units for name, kind in unit.exported.items()}
-            found = {}
-            with safe_open(out / file_name, framework="pt") as file:
-                for name in sorted(file.keys()):
-                    tensor = file.get_slice(name)
-                    found[name] = (DTYPES_IN_SAFETENSORS[tensor.get_dtype()], tensor.get_shape())
-            if found != expected:
-                differing = {k for k in {*found, *expected} if found.get(k) != expected.get(k)}
-                raise RunFailed(
-                    f"{out / file_name}: {min(differing)} is not as in the source "
-                    f"({len(differing)} tensors) - {AGAIN}"
-                )
 
 
 class WholeModel(Export):
@@ -209,7 +204,7 @@ class WholeModel(Export):
 
     def copies(self) -> Iterator[tuple[str, str]]:
         """Yield the names of each two exported tensors that are the same trained one."""
-        for unit in chain(*self._files.values()):
+        for unit in self._units:
             first = dict[str, str]()
             for name, converted in unit.converted.items():
                 if name != first.setdefault(converted, name):
@@ -248,7 +243,6 @@ class WholeModel(Export):
             return {name: tensors[name][...]}
 
     def _with_dtypes(self, unit: Unit, source: Mapping[str, Any] | None) -> Unit:
-        """Give each tensor the dtype of the source, or the one that is asked for."""
         exact = self._model._keep_in_fp32_modules_strict or ()
         dtype_of_config = cast(torch.dtype | None, self._model.config.dtype)
 
@@ -283,11 +277,7 @@ def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str,
 
 
 def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the dtype of an export.
-
-    Raises:
-        RunFailed: it has finite values beyond the dtype's, which would become infinite.
-    """
+    """Return a tensor in the dtype of an export. Raises RunFailed."""
     exported = tensor.to(dtype)
     if dtype == torch.float16 and (beyond := exported.isinf() & tensor.isfinite()).any():
         largest = tensor[beyond].abs().max().item()
@@ -299,12 +289,7 @@ def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def require_exportable(assets: Mapping[str, bytes], folder: Path) -> None:
-    """Refuse a source whose tensors an export could not have.
-
-    Raises:
-        UserError: it has other names, or different tensors for one that is trained. `folder` has
-            its weights.
-    """
+    """Refuse a source whose tensors an export could not have. Raises UserError."""
     model = on_meta(assets["config.json"])
     drop_towers(model)
     tied = model.all_tied_weights_keys
@@ -332,9 +317,7 @@ def require_index(folder: Path, path: str) -> None:
     """Look for a model's tensors in the index of its files, before these are fetched.
 
     Quantised sources are skipped, because their index has other names; a single file has no index.
-
-    Raises:
-        UserError: the index lacks tensors of the model `path`.
+    Raises UserError.
     """
     index, config = index_of_weights(folder), model_assets(folder)["config.json"]
     if index is None or quantisation_in(folder):
@@ -427,9 +410,7 @@ def _units_of_source(
     """Group the stored tensors, and give each the names that the source has for it.
 
     Tied weights may have several. Some sources leave out the prefix of the model without its head.
-
-    Raises:
-        UserError: a tensor has no such name, or another shape there.
+    Raises UserError.
     """
     tensors, prefix = source["tensors"], model.base_model_prefix
     # Where transformers keeps them for saving a model that it has loaded.

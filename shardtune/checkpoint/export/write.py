@@ -1,4 +1,7 @@
-"""Write a checkpoint as the model that `from_pretrained` opens, one tensor at a time."""
+"""Write a checkpoint as the model that `from_pretrained` opens, one tensor at a time.
+
+The command `export` does it in one process, and a run at its end on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,20 @@ import json
 import os
 import socket
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.assets import SOURCE
+from shardtune.checkpoint.assets import SOURCE, readme
 from shardtune.checkpoint.export.adapter import (
     Adapter,
     MergedModel,
     why_not_merged,
     why_other_weights,
 )
-from shardtune.checkpoint.export.listing import Entries
 from shardtune.checkpoint.export.model_files import Export, Kind, WholeModel
-from shardtune.checkpoint.export.readme import readme
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
     ASSETS,
@@ -53,12 +54,11 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:
 
 
 def _lora(checkpoint: Checkpoint) -> LoraConfig | None:
-    """Return the adapters' settings, or None where every weight was trained."""
     lora = LoraConfig.model_validate(checkpoint.state["config"].get("lora", {}))
     return lora if lora.rank else None
 
 
-def checkpoint_export(
+def _whole_model(
     checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes], folder: Path | None
 ) -> Export:
     """Return the export of a checkpoint's whole model; with adapters they are merged."""
@@ -103,15 +103,14 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
                 remedy = "bring the same files back, or move these away to export the adapter alone"
                 raise UserError(f"{changed} - {remedy}")
         if not problem:
-            exports["."] = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
+            exports["."] = _whole_model(checkpoint, dtype, assets, model_folder(source))
         metrics = checkpoint.directories[0].absolute().parent.with_name(METRICS)
-        with new_folder(out) as folder:
+        card = partial(readme, checkpoint.state, assets, metrics)
+        with _new_folder(out) as folder:
             for name, export in exports.items():
-                if name != ".":
-                    durable_fs.make_directory(folder / name)
+                durable_fs.make_directory(folder / name)
                 entries = export.write_files(folder / name, partial(read_tensor, checkpoint))
-                export.readme = partial(readme, checkpoint.state, assets, metrics)
-                export.write_rest(folder / name, entries, _about(checkpoint))
+                export.write_rest(folder / name, entries, _about(checkpoint), card)
         for export in exports.values():
             if export.remark:
                 print(export.remark)
@@ -153,8 +152,7 @@ def write_final_model(
     card = partial(readme, last.state, assets, run_dir.path / METRICS)
     if lora := _lora(last):
         adapter = Adapter(_stored(last), lora, assets)
-        adapter.readme = card
-        written = _write(adapter, last, run_dir.path / ADAPTER, run_dir, world)
+        written = _write(adapter, last, run_dir.path / ADAPTER, card, run_dir, world)
         if not config.export.merge:
             return written
         # Whether one rank writes or all do, every rank must have the same answer here.
@@ -165,19 +163,37 @@ def write_final_model(
         logger.info(f"Merged model left out: {problem}")
         return written
     source = model_folder(config.model.path)
-    export = checkpoint_export(last, config.export.dtype, assets, source)
-    export.readme = card
-    return _write(export, last, run_dir.path / "model", run_dir, world)
+    export = _whole_model(last, config.export.dtype, assets, source)
+    return _write(export, last, run_dir.path / "model", card, run_dir, world)
 
 
 def _write(
-    export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World
+    export: Export,
+    last: Checkpoint,
+    out: Path,
+    card: Callable[[int, str], str],
+    run_dir: RunDir,
+    world: World,
 ) -> Path | None:
-    """Write a model unless it is there; return its folder if it is new."""
+    """Write a model on all ranks unless it is there; return its folder if it is new."""
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
         return None
+    received, share = None, slice(world.rank, None, world.size)
+    hidden = contextlib.nullcontext(durable_fs.unfinished(out))
     try:
-        _write_new(export, last, out, run_dir, world)
+        with _new_folder(out) if world.is_main else hidden as folder:
+            world.all_gather_json("created")
+            if not run_dir.is_shared:
+                chunks = [chunk for name in export.stored for chunk in last.chunks[name]]
+                wanted = [(0, chunk, chunk.whole) for chunk in chunks]
+                received = transfer(last, wanted, run_dir, world)
+                share = slice(None if world.is_main else 0)
+            read = partial(read_tensor, last, chunks=received)
+            entries = export.write_files(folder, read, share)
+            list(received or ())  # the other ranks only send
+            all_entries = dict(ChainMap(*world.all_gather_json(entries)))
+            if world.is_main:
+                export.write_rest(folder, all_entries, _about(last), card)
     except OSError as error:
         part = durable_fs.unfinished(out)
         if not (missing := durable_fs.missing_room(error, "it", export.bytes, part)):
@@ -191,34 +207,8 @@ def _write(
     return out
 
 
-def _write_new(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
-    hidden = contextlib.nullcontext(durable_fs.unfinished(out))
-    with new_folder(out) if world.is_main else hidden as folder:
-        world.all_gather_json("created")
-        if run_dir.is_shared:
-            share = slice(world.rank, None, world.size)
-            entries = export.write_files(folder, partial(read_tensor, last), share)
-        else:
-            entries = _write_on_rank0(export, last, folder, run_dir, world)
-        all_entries = dict(ChainMap(*world.all_gather_json(entries)))
-        if world.is_main:
-            export.write_rest(folder, all_entries, _about(last))
-
-
-def _write_on_rank0(
-    export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World
-) -> Entries:
-    chunks = [chunk for name in export.stored for chunk in last.chunks[name]]
-    received = transfer(last, [(0, chunk, chunk.whole) for chunk in chunks], run_dir, world)
-    entries: Entries = {}
-    if world.is_main:
-        entries = export.write_files(out, partial(read_tensor, last, chunks=received))
-    list(received)  # the other ranks only send
-    return entries
-
-
 @contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def _new_folder(out: Path) -> Iterator[Path]:
     """Make a hidden folder, which gets the name `out` at the end, or is deleted after an error."""
     try:
         folder = durable_fs.make_unfinished(out)

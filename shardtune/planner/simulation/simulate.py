@@ -38,9 +38,9 @@ from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause, Collec
 from shardtune.planner.simulation.short_rows import shorten_rows
 from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.pipeline import Stage
+from shardtune.training.states.host_states import SentGradients
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.reshard import ReshardPolicy
-from shardtune.training.states.sent_gradients import SentGradients
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ count nothing. The counts reach the host with the step's other numbers, without 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from shardtune.log import logger
 from shardtune.metrics_schema import ExpertsEntry, LayerBalance
 from shardtune.model.moe.counts import count_tokens
 from shardtune.model.moe.spread import stacked_experts
-from shardtune.training.observers.metrics import Metrics
-from shardtune.training.observers.observer import StepEnded, StepObserver
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 _STARVING_STEPS = 100
 
@@ -42,7 +41,7 @@ class ExpertBalance(StepObserver):
             counts = torch.zeros(number + 1, dtype=torch.int64, device=world.device)
             self._counts[name], self._steps_without[name] = counts, np.zeros(number, dtype=int)
             if name in modules:
-                modules[name].register_forward_pre_hook(_counting(counts))
+                modules[name].register_forward_pre_hook(partial(_count, counts))
 
     def take_counts(self) -> torch.Tensor:
         """Return this rank's tokens of each expert since the last call: float64, on the device."""
@@ -118,9 +117,6 @@ def _summary(layers: list[LayerBalance]) -> str:
     return " | ".join(fields)
 
 
-def _counting(counts: torch.Tensor) -> Any:
-    def count(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        if module.training:
-            count_tokens(counts, arguments[1])
-
-    return count
+def _count(counts: torch.Tensor, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+    if module.training:
+        count_tokens(counts, arguments[1])

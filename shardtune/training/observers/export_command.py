@@ -1,7 +1,7 @@
-"""`export.command`: a shell command of the user's that node 0 runs beside the training.
+"""Models of steps, and `export.command`: a shell command that node 0 runs beside the training.
 
-It gets a written model, and its last line may be a score. Commands run one at a time, and of those
-that wait the newest is kept.
+The command gets a written model, and its last line may be a score. Commands run one at a time, and
+of those that wait the newest is kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.export.live import StepModels
 from shardtune.checkpoint.run_dir import COMMANDS
+from shardtune.config import ExportConfig
+from shardtune.data.schedule import Schedule
 from shardtune.log import logger, quoted
 from shardtune.metrics_schema import ScoreEntry
-from shardtune.training.observers.metrics import Metrics
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 # The command is no rank, and must not take part in the run.
 _OF_RANKS = {
@@ -65,12 +68,10 @@ class ExportCommand:
             self._end("the run ends")
 
     def give_up(self) -> None:
-        """End the command, and run it for no further model."""
         self._end("a signal asks the run to stop")
         self._command = None
 
     def models_in_use(self) -> Iterator[Path]:
-        """Yield the models that a command reads, or waits for."""
         yield from (each[0] for each in (self._running, self._waiting) if each)
 
     def start(self, model: Path, step: int) -> None:
@@ -93,7 +94,6 @@ class ExportCommand:
             self._launch(model, step)
 
     def _finish(self) -> None:
-        """Wait until all commands have ended, but no longer than the timeout."""
         deadline = time.monotonic() + self._timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             while self._running:
@@ -156,7 +156,6 @@ class ExportCommand:
         logger.info(f"Score of {name}, in {seconds:.1f} s: {shown}")
 
     def _end(self, why: str) -> None:
-        """End the command that runs, with the processes of its group."""
         running, waiting = self._running, self._waiting
         self._running = self._waiting = None
         if not running:
@@ -172,7 +171,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(output: Path) -> str:
-    """Return the last line of a command's output that is not blank; "" where it is not there."""
     with contextlib.suppress(OSError), output.open("rb") as file:  # it may have deleted it
         file.seek(max(0, output.stat().st_size - _LAST_BYTES))
         return file.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
@@ -187,3 +185,39 @@ def _scores(line: str) -> dict[str, float]:
             scores = {key: float(value) for key, value in values.items()}
             return scores if all(map(math.isfinite, scores.values())) else {}
     return {}
+
+
+def is_due(step: int, schedule: Schedule, config: ExportConfig) -> bool:
+    """Return whether the model of a step is due. The last step's is the final one, if any."""
+    is_final = config.final and step == schedule.total_steps
+    return schedule.is_due(step, config.every_steps) and not is_final
+
+
+class StepExport(StepObserver):
+    """Writes models between steps. `models`: None without `export.every_steps`."""
+
+    def __init__(
+        self,
+        models: StepModels | None,
+        command: ExportCommand,
+        schedule: Schedule,
+        config: ExportConfig,
+    ) -> None:
+        self._models, self._command = models, command
+        self._schedule, self._config, self._step = schedule, config, 0
+
+    def step_ended(self, ended: StepEnded) -> None:
+        self._step = ended.step.number
+
+    def between_steps(self) -> None:
+        if is_due(self._step, self._schedule, self._config):
+            self.write(self._step)
+        self._command.poll()
+
+    def write(self, step: int) -> None:
+        """Write the model of a step, and start the command for it."""
+        if not self._models:
+            return
+        if model := self._models.write(step):
+            self._command.start(model, step)
+        self._models.delete_old(step, self._command.models_in_use())

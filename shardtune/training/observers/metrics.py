@@ -8,7 +8,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shardtune.checkpoint import durable_fs
+from shardtune.data.schedule import Step
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
@@ -35,6 +36,33 @@ class StepStats(NamedTuple):
     expert_tokens: np.ndarray  # [groups of ranks that share experts, experts of all layers]
 
 
+class StepEnded(NamedTuple):
+    """A step whose weights are updated."""
+
+    step: Step
+    stats: StepStats
+    lr: float
+    seconds: float  # since the previous step ended, without evaluation and saves
+    seconds_by_phase: Mapping[str, float]  # this rank's phases without their waits, and `waiting`
+    is_due: bool  # by logging.every_steps, or the last one
+
+
+class StepObserver:
+    """A measurement of each step, which has a line in `observers` of build_context.py.
+
+    All ranks call every method of all observers in one order.
+    """
+
+    def step_begins(self, number: int) -> None:
+        """Prepare to measure: the forward comes next."""
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Take the numbers of a step, before its evaluation and its save."""
+
+    def between_steps(self) -> None:
+        """Do long work after each step and its evaluation and save, while no clock runs."""
+
+
 def all_gather_step_stats(
     nll_sum: torch.Tensor,  # float64, scalar, on the device
     squared_grad_norm: torch.Tensor,  # float64, scalar, on the device
@@ -43,7 +71,6 @@ def all_gather_step_stats(
     expert_tokens: torch.Tensor,  # float64 [experts of all layers]
     world: World,
 ) -> StepStats:
-    """Gather the numbers of a step from all ranks. Collective."""
     # One collective has all numbers, the wish to stop among them. `tolist` is the only place of a
     # step where the host waits for the device, and all arithmetic before it runs there in float64.
     per_rank = world.all_gather_scalars(

@@ -14,8 +14,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import first_line
 from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import ProfileEntry
-from shardtune.training.observers.metrics import Metrics
-from shardtune.training.observers.observer import StepEnded, StepObserver
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 _OPERATORS = 10  # the most expensive operators, in the table
 _MOST_STEPS = 10  # more would fill the host's memory

@@ -27,7 +27,6 @@ Tracker = tuple[Callable[[Entry], None], Callable[[], None]]  # takes an object;
 
 
 def require_trackers(config: LoggingConfig) -> None:
-    """Raise UserError for a tracker whose package is not installed."""
     wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
     missing = [name for name, is_on in wanted.items() if is_on and find_spec(name) is None]
     problems = (
@@ -40,7 +39,6 @@ def require_trackers(config: LoggingConfig) -> None:
 
 
 def open_sinks(config: Config, run_dir: Path, resumed_step: int | None) -> list[Sink]:
-    """Open each tracker that the configuration names."""
     sinks = []
     if config.logging.tensorboard:
         sinks.append(Sink("TensorBoard", partial(_tensorboard, run_dir, resumed_step)))

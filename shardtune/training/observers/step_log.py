@@ -1,18 +1,25 @@
-"""Log the line of each step, and write its object to `metrics.jsonl`."""
+"""Log the line of each step, write its object to `metrics.jsonl`, and name spikes of the loss."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint import Saver
+from shardtune.config import Config
 from shardtune.log import logger
 from shardtune.metrics_schema import StepEntry
 from shardtune.model.flops import DevicePeak, MfuMeter
-from shardtune.training.observers.metrics import Metrics
-from shardtune.training.observers.observer import StepEnded, StepObserver
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 from shardtune.units import gb
+
+_WINDOW = 50  # earlier steps, whose losses a loss is compared with
+_FEWEST = 20
+_DEVIATIONS = 10  # median deviations: 6.7 standard deviations of normally scattered losses
+_RATIO = 1.2  # a loss near 0 hardly scatters
 
 
 class StepLog(StepObserver):
@@ -86,3 +93,28 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def inspect_command(config: Config, step: int) -> str:
+    return f"python -m shardtune inspect-data --config {config.run.dir}/config.yaml --step {step}"
+
+
+class LossSpikes(StepObserver):
+    """Names each step whose loss stands far above those before it, and how to see its records."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+
+    def step_ended(self, ended: StepEnded) -> None:
+        loss, before = ended.stats.loss, self._losses
+        if len(before) >= _FEWEST:
+            middle = median(before)
+            scatter = median(abs(each - middle) for each in before)
+            if loss > max(middle + _DEVIATIONS * scatter, _RATIO * middle):
+                logger.warning(
+                    f"loss spike: {loss:.4f} in step {ended.step.number}, and the median "
+                    f"of the {len(before)} steps before it is {middle:.4f} - look at its records: "
+                    f"{inspect_command(self._config, ended.step.number)}"
+                )
+        before.append(loss)

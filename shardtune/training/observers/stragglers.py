@@ -23,8 +23,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import RanksEntry
 from shardtune.model.fsdp_groups import groups_of
-from shardtune.training.observers.metrics import Metrics
-from shardtune.training.observers.observer import StepEnded, StepObserver
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 _EVERY_STEPS = 10
 _LOG_ABOVE = 1.2  # times the median

@@ -154,7 +154,6 @@ def _own_part(each: DTensor, world: World) -> nn.Parameter:
 
 
 def _rows_of(local: torch.Tensor, world: World) -> torch.Tensor:
-    """Return this rank's part of a slice."""
     rows = _part_rows(local, world.layout.replicate)
     replica = world.mesh.get_local_rank("replicate")
     return local[replica * rows : (replica + 1) * rows]

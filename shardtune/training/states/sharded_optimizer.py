@@ -81,7 +81,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _trial(self, shape: _TrialShape, device: torch.device) -> tuple[Any, ...]:
-        """Return arguments of the rule's `update`."""
         zeros = functools.partial(torch.zeros, device=device)
         tensors = {
             "weight": zeros(shape.rows, shape.width, dtype=shape.weight),
@@ -96,7 +95,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return tensors, factors, rows, columns, key, code_tables(device)
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter before its first step."""
         tensors = {"step": torch.zeros((), dtype=torch.float32)}  # the host reads it
         local = to_local(parameter)
         zeros = (
@@ -161,7 +159,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return int(step.item())
 
     def _tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the tensors that an update reads and writes."""
         tensors = {"weight": parameter, "gradient": self._gradient(parameter)}
         tensors |= self.state[parameter]
         return {name: to_local(cast(Any, x)) for name, x in tensors.items() if name != "step"}

@@ -33,7 +33,6 @@ class StateBytes:
 
     @property
     def host(self) -> int:
-        """Return the bytes of pinned host memory."""
         return self.host_masters + self.host_gradients + self.host_optimizer
 
     @property

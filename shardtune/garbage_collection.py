@@ -1,6 +1,5 @@
-"""Python's garbage collector, run at the same micro-batches on all ranks.
-
-While one rank collects, all ranks wait for it in their next collective.
+"""When Python's garbage collector runs: never while modules are imported, and at the same
+micro-batches on all ranks, because all ranks wait in their next collective for one that collects.
 """
 
 from __future__ import annotations
@@ -13,6 +12,20 @@ from itertools import count
 # With activation checkpointing each micro-batch leaves some 12 kB a layer.
 _EVERY_MICRO_BATCHES = 50
 _micro_batches = count(1)  # both training and evaluation count
+
+
+@contextlib.contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Import without looking for garbage: imports leave hardly any, and looking takes a second.
+
+    Later collections leave out all that was imported, and so does the one when the process ends.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextlib.contextmanager
