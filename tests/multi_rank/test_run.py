@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pty
@@ -13,14 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, completed, finish, launch, read_metrics
 from helpers.ranks import train
-from helpers.small_runs import MEASURED, checkpoint, digests, names, with_dropout
+from helpers.small_runs import MEASURED, checkpoint, with_dropout
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from shardtune.config_io import load_config, to_dict
 
@@ -157,36 +154,6 @@ def test_the_written_configuration_is_the_one_that_ran(inputs, whole):
     origins = dict(re.findall(r"^  (\w+): .*  # (.+)$", text, re.MULTILINE))
     assert (origins["lr"], origins["seed"]) == ("file", "default")
     assert text.count("  # command line\n") == 1
-
-
-def test_checkpoints_are_readable_by_safetensors_alone(inputs, whole):
-    checkpoints = sorted((inputs / "runs/config/checkpoints").iterdir())
-    saved = [match[1] for kind, match in contract_lines(whole.stdout) if kind == "saved"]
-    assert [path.name for path in checkpoints] == [f"checkpoint_{step}" for step in saved[-2:]]
-    newest = checkpoints[-1]
-    ranks = ["rank_00000.safetensors", "rank_00001.safetensors"]
-    assert names(newest) == ["COMPLETE", "huggingface", "manifest.json", *ranks]
-    found = digests(newest)
-    assert (newest / "COMPLETE").read_text(encoding="utf-8").strip() == found["manifest.json"]
-
-    manifest = json.loads((newest / "manifest.json").read_bytes())
-    for name, entry in manifest["files"].items():
-        assert entry["bytes"] == (newest / name).stat().st_size
-        assert entry["xxh3_128"] == found[name]
-    parts = {path.name: load_file(path) for path in newest.glob("rank_*")}
-    final = load_file(inputs / "runs/config/model/model.safetensors")
-    assert "lm_head.weight" not in final, "the tied head is stored once"
-    for name, tensor in final.items():
-        described = manifest["tensors"][f"model.{name}"]
-        joined = torch.full(described["shape"], math.nan)
-        for chunk in described["chunks"]:
-            index = tuple(
-                slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True)
-            )
-            joined[index] = parts[chunk["file"]][f"model.{name}"]
-        assert torch.equal(joined, tensor), name
-        moments = {f"optimizer.exp_avg.{name}", f"optimizer.exp_avg_sq.{name}"}
-        assert moments <= manifest["tensors"].keys()
 
 
 def losses(run_dir: Path) -> list[float]:
