@@ -14,7 +14,7 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.plain_training import encode, plain_perplexity, sharpen, with_weights
 from helpers.ranks import train, train_until
-from helpers.small_runs import digests, steps_of
+from helpers.small_runs import assert_same_tensors, steps_of
 
 # Words of each record; no two records have as many tokens.
 SOURCES = {"few": range(3, 10), "many": range(20, 25), "none": range(30, 32)}
@@ -84,10 +84,8 @@ def test_weights_are_exact_on_any_ranks_and_over_a_kill(settings, tokenizer, tmp
     packed = run(1, settings, "run.dir=packed", "data.packing=true", "train.epochs=1", cwd=tmp_path)
     n_steps = len(steps_of(tmp_path / "packed"))
     assert f"Rows per epoch: {n_steps} of" in packed
-    assert (
-        f" | Packing: rows hold {9 / n_steps:.1f} records, so a step trains as many as "
-        f"{9 / n_steps:.1f} steps with data.packing=false: {n_steps} steps an epoch instead of 9"
-    ) in packed
+    assert f" | Packing: rows hold {9 / n_steps:.1f} records, " in packed
+    assert f": {n_steps} steps an epoch instead of 9" in packed
 
     run(4, settings, "run.dir=four", cwd=tmp_path)
     together = steps_of(tmp_path / "four")
@@ -100,8 +98,7 @@ def test_weights_are_exact_on_any_ranks_and_over_a_kill(settings, tokenizer, tmp
     assert steps_of(tmp_path / "run") == together
     assert read_metrics(tmp_path / "run", "eval") == read_metrics(tmp_path / "four", "eval")
     last = f"checkpoints/checkpoint_{len(together):07d}"
-    weights = digests(tmp_path / "run" / last, "*.safetensors")
-    assert weights and weights == digests(tmp_path / "four" / last, "*.safetensors")
+    assert_same_tensors(tmp_path / "run" / last, tmp_path / "four" / last)
 
 
 def source_lines(tokenizer: Any, first_epoch: list[tuple[str, int]]) -> list[str]:
