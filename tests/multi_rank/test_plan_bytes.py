@@ -54,16 +54,12 @@ CASES = [
             # Some groups stay gathered.
             ("deepseek_v3", ["parallel.expert=2", "train.gradient_accumulation_steps=3"], 1.107e8),
             ("qwen3_moe", ["parallel.context=4", "parallel.expert=2", FULL], 8e9),  # 2 key heads
-            ("qwen3_moe", ["parallel.expert=2", *REPLICAS], 8e9),
             ("qwen3_moe", ["parallel.expert=2", *REPLICAS], 1e8),
             ("llama", ["parallel.replicate=4"], 8e9),
             ("llama", ["parallel.replicate=2", "model.master_dtype=bfloat16"], 8e9),
-            ("llama", ["parallel.replicate=2", "lora.rank=4"], 8e9),
-            ("llama", ["parallel.context=2", SELECTIVE], 8e9),
             ("deepseek_v3", ["parallel.context=4", "parallel.replicate=2"], 8e9),
             ("glm4_moe", ["parallel.tensor=2", "parallel.expert=4", FULL], 8e9),
-            ("qwen3", ["parallel.tensor=2", "parallel.replicate=2"], 8e9),
-            ("qwen3", ["parallel.tensor=2", "lora.rank=4"], 8e9),
+            ("qwen3", ["parallel.tensor=2", "parallel.replicate=2", "lora.rank=4"], 8e9),
             ("gemma4_text", ["parallel.context=2", "parallel.expert=2"], 8e9),
         )
     ),

@@ -199,21 +199,6 @@ def test_every_launcher_gives_the_same_run(tmp_path, models):
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, abs=1e-5), name
 
 
-def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path, models):
-    """One that is some ten times the work of a step, behind each step but the last."""
-    write_inputs(tmp_path, models["llama"])
-    write_jsonl(tmp_path / "eval.jsonl", chats(50, seed=1))
-    seconds = []
-    settings = ("eval.baseline=false", "train.max_steps=3", "export.final=false")
-    for every_steps in (0, 1):
-        each = (f"eval.every_steps={every_steps}", f"run.dir=runs/{every_steps}")
-        finish(train(1, *settings, *each, cwd=tmp_path))
-        steps = read_metrics(tmp_path / f"runs/{every_steps}", "step")
-        seconds.append([step["seconds"] for step in steps[1:]])
-    without, with_evaluations = seconds
-    assert min(with_evaluations) < 3 * max(without)
-
-
 @pytest.mark.full
 def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(tmp_path, models):
     write_jsonl(tmp_path / "train.jsonl", [record | {"źródło": "x"} for record in chats(12)])
