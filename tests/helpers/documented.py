@@ -9,6 +9,7 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from helpers.commands import REPOSITORY, completed
 
@@ -46,6 +47,19 @@ def fixed_parts(quote: str) -> list[str]:
 def require_error_line(line: str) -> None:
     """Require the form of a last line: `ERROR: <what happened> - <what to do>`."""
     assert re.fullmatch(r"ERROR: \S.* - \S.*", line), line
+
+
+def error_line(errors: str) -> str:
+    """Return the last line of these errors, which must have that form."""
+    last = errors.splitlines()[-1]
+    require_error_line(last)
+    return last
+
+
+def refused(done: CompletedProcess[str], code: int = 2) -> str:
+    """Expect that a command has ended with this code; return its last line."""
+    assert done.returncode == code, done.stderr
+    return error_line(done.stderr)
 
 
 def environment(**more: str) -> dict[str, str]:

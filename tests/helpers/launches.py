@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, a_free_port, read_metrics
+from helpers.commands import REPOSITORY, a_free_port, piped, read_metrics
 from helpers.documented import require_error_line
 from helpers.pinned import on_path
 
@@ -72,14 +72,16 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(REPOSITORY / script), *arguments],
-        cwd=cwd,
-        env=environment(**settings),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return piped([str(REPOSITORY / script), *arguments], cwd, environment(**settings))
+
+
+def start_preflight(
+    node: int, port: str, *arguments: str, cwd: Path, errors: int = subprocess.PIPE, **settings: str
+) -> subprocess.Popen[str]:
+    """The checks alone, as a node of this machine."""
+    command = [sys.executable, "-m", "distTest.preflight", "--config=config.yaml", *arguments]
+    own = {"NODE_RANK": f"{node}", "MASTER_PORT": port} | on_path(REPOSITORY) | settings
+    return piped(command, cwd, environment(**own), stderr=errors)
 
 
 def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distTest.rehearse.namespaces import Node
+from helpers.commands import piped
 from helpers.pinned import on_path
 
 
@@ -33,15 +34,8 @@ class Machine:
         )
 
     def run(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.node.prefix, *command],
-            cwd=self.folder,
-            env=env,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        whole = [*self.node.prefix, *command]
+        return piped(whole, self.folder, env, stdin=subprocess.DEVNULL)
 
     def python(self, program: str, *arguments: str) -> subprocess.Popen[str]:
         """Start a program, and wait for its first line."""

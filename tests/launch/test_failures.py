@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.documented import require_error_line
+from helpers.documented import error_line
 from helpers.launches import (
     DATA,
     FORWARD,
@@ -154,8 +154,7 @@ def test_a_rank_may_take_long_outside_of_steps_while_it_works(effect, code, fold
     actual, _, errors = one_node(folder, *given, **fault)
     assert actual == code, errors
     if code:
-        last = errors.splitlines()[-1]
+        last = error_line(errors)
         at = r"\(at build_model, sitecustomize.py:\d+\)"
         line = rf"rank 1 on {HOST}: did not arrive within 4 s {at}, in loading the model"
         assert re.match(f"ERROR: {line} - see its traceback there, or raise ", last), errors
-        require_error_line(last)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
+from helpers.commands import piped
 from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, start
 
@@ -254,9 +255,7 @@ def slurm_job(tmp_path: Path, srun: str, cwd: Path, *arguments: str) -> subproce
     for name in ("MASTER_ADDR", "GPUS_PER_NODE"):
         del known[name]
     spooled = shutil.copy(REPOSITORY / "launch_slurm.sbatch", tmp_path / "slurm_script")
-    command = ["bash", str(spooled), *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=known, stdout=pipe, stderr=pipe, text=True)
+    return piped(["bash", str(spooled), *arguments], cwd, known)
 
 
 def test_a_slurm_job_starts_every_node(tmp_path):
@@ -338,9 +337,7 @@ def test_a_pod_waits_for_node_0_and_starts_with_its_rank(node, is_stopped, tmp_p
     port = a_free_port()
     known |= {"NODE_RANK": f"{node}", "POD_IP": "10.1.2.3", "MASTER_PORT": port}
     known |= {"MASTER_ADDR": "localhost", "VIRTUAL_ENV": str(tmp_path), "PATH": os.environ["PATH"]}
-    command = [*container["command"], *container["args"]]
-    pipe = subprocess.PIPE
-    pod = subprocess.Popen(command, cwd=REPOSITORY, env=known, stdout=pipe, stderr=pipe, text=True)
+    pod = piped([*container["command"], *container["args"]], REPOSITORY, known)
     if node:
         with pytest.raises(subprocess.TimeoutExpired):
             pod.wait(timeout=0.3)

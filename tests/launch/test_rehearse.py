@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY, completed, needs_namespaces
+from helpers.commands import REPOSITORY, completed, needs_namespaces, piped
 from helpers.documented import QUOTES, is_in
 from helpers.pinned import on_path
 
@@ -122,14 +122,8 @@ def test_a_rehearsal_that_fails_names_its_logs(tmp_path, here):
     ],
 )
 def test_ctrl_c_ends_all_that_it_started(options, tmp_path, here):
-    process = subprocess.Popen(
-        rehearsal("--procs-per-node", "1", *options, "--", "parallel.expert=1"),
-        cwd=tmp_path,
-        env=here,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = rehearsal("--procs-per-node", "1", *options, "--", "parallel.expert=1")
+    process = piped(command, tmp_path, here)
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("[node 1] Launching WORKER"))
     assert processes_of(process.pid, 0) and processes_of(process.pid, 1)

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.commands import finish
-from helpers.documented import require_error_line
+from helpers.commands import finish, piped
+from helpers.documented import error_line, require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, environment
 from helpers.ranks import on_ranks, run_script, train, train_on_nodes
@@ -71,8 +71,7 @@ def wait_for_steps(run_dir: Path, count: int) -> None:
 
 def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path, models):
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(arguments, cwd=tmp_path, text=True, **pipes)
+    process = piped(arguments, tmp_path)
     wait_for_steps(tmp_path / "run", 3)
     process.send_signal(signal.SIGTERM)
     said, errors = process.communicate(timeout=500)
@@ -139,9 +138,8 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path, model
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=25) == 1
-    last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
+    last = error_line((tmp_path / "log").read_text(encoding="utf-8"))
     assert last.startswith("ERROR: ended by SIGINT before the first step")
-    require_error_line(last)
 
 
 def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path, models):

@@ -11,6 +11,7 @@ import torch
 from conftest import chats, read_metrics, small_opt
 from helpers import packing_families
 from helpers.commands import finish
+from helpers.documented import refused
 from helpers.exact import APART, RATE, TWO_ROWS
 from helpers.moe_families import build
 from helpers.plain_training import (
@@ -27,14 +28,6 @@ from helpers.plain_training import (
 from helpers.ranks import train
 from helpers.small_runs import steps_of, tensors_of, with_settings
 from helpers.tiny_models import VOCABULARY
-
-
-def refused(done: CompletedProcess[str]) -> str:
-    """The last line of a run that refused its model."""
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ERROR: ")
-    return last
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
+from helpers.documented import refused
 from helpers.exact import EIGHT_BITS, FULL
 from helpers.ranks import run_script, train
 from transformers import AutoConfig, AutoTokenizer
@@ -43,13 +44,9 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(models, tmp_pat
     AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "wide")
     arguments = given(tmp_path / "wide", tmp_path, "model.init=random")
     work = partial(run_with_memory, 2 * 152_000_000)
-    refused = train(2, *arguments, cwd=tmp_path, work=work)
-    assert refused.returncode == 2, refused.stderr
-    assert re.fullmatch(
-        r"ERROR: The run does not fit, .+ - use lora\.rank=16( \S+=\S+)* \(.+ GB\), .+; "
-        r"run\.ignore_plan=true .+",
-        refused.stderr.splitlines()[-1],
-    ), refused.stderr
+    last = refused(train(2, *arguments, cwd=tmp_path, work=work))
+    help = r"use lora\.rank=16( \S+=\S+)* \(.+ GB\), .+; run\.ignore_plan=true .+"
+    assert re.fullmatch(f"ERROR: The run does not fit, .+ - {help}", last), last
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -98,9 +95,7 @@ def test_a_model_that_this_machine_does_not_hold_is_refused(models, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     model = f"model.path={tmp_path / 'large'}"
     settings = ["model.init=random", "data.train=train.jsonl", "data.max_length=128"]
-    refused = train(1, model, "model.compute_dtype=bfloat16", *settings, cwd=tmp_path)
-    assert refused.returncode == 2, refused.stderr
-    line = refused.stderr.splitlines()[-1]
+    line = refused(train(1, model, "model.compute_dtype=bfloat16", *settings, cwd=tmp_path))
     assert line.startswith("ERROR: The run does not fit, ")
     assert "lora.rank=16 optimizer.lr=0.0001 (" in line
 
