@@ -54,13 +54,7 @@ TEMPLATE = (
     "\n\n{%- if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{%- endif %}\n\n"
 )
-STILL = (
-    "optimizer.lr=0",
-    "train.max_steps=1",
-    "model.compute_dtype=float32",
-    "data.max_length=128",
-    "data.train=train.jsonl",
-)
+STILL = (*SETTINGS, "optimizer.lr=0", "train.max_steps=1")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from helpers.multimodal import save_seeing_model
 from helpers.pretended import needs_compiler, train_on_gpus
 from helpers.quantised_models import RAGGED, quantise_in_fp8, save_deepseek_v3, save_gpt_oss, spread
 from helpers.ranks import config_for, on_ranks, train, type_command
-from helpers.small_runs import assert_same_tensors, digests, tensors_of
+from helpers.small_runs import SETTINGS, assert_same_tensors, digests, tensors_of
 from helpers.usage import Usage
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
@@ -28,14 +28,8 @@ from shardtune.distributed.tensors import to_local
 from shardtune.model.build import build_model
 from shardtune.model.source.files import read_model_config
 
-STILL = (
-    "optimizer.lr=0",
-    "train.max_steps=2",
-    "model.compute_dtype=float32",
-    "data.max_length=128",
-    "data.packing=false",
-    "data.train=train.jsonl",
-)
+GIVEN = (*SETTINGS, "train.max_steps=2", "data.packing=false")
+STILL = (*GIVEN, "optimizer.lr=0")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +149,7 @@ def require_dequantised(source: Path, exported: Path) -> None:
 def test_adapters_on_a_quantised_model_resume_and_are_merged_with_its_weights(
     name, sources, folder
 ):
-    given = [*STILL[2:], f"model.path={sources[name]}", "lora.rank=2", "scheduler.name=constant"]
+    given = [*GIVEN, f"model.path={sources[name]}", "lora.rank=2", "scheduler.name=constant"]
     given += ["model.compute_dtype=bfloat16", "optimizer.lr=1e-2", "checkpoint.every_steps=1"]
     finish(train(2, *given, "train.max_steps=1", cwd=folder))
     said = finish(train(2, *given, "train.max_steps=2", cwd=folder))

@@ -15,15 +15,14 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.documented import QUOTES, is_in
 from helpers.ranks import run_script, train, train_until
+from helpers.small_runs import SETTINGS
 
 from shardtune.distributed.rank_record import Phase
 from shardtune.model.moe.token_exchange import ExpertExchange
 from shardtune.training import optim, prefetch
 
 ARGUMENTS = (
-    "data.train=train.jsonl",
-    "model.compute_dtype=float32",
-    "data.max_length=128",
+    *SETTINGS,
     "train.epochs=99",
     "train.gradient_accumulation_steps=2",
     "export.final=false",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import small_runs
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish
 from helpers.ranks import train
@@ -19,13 +20,11 @@ from shardtune.__main__ import run
 EXTRA = "model.layers.3."
 FLOAT32 = ("norm.weight", "e_score_correction_bias", "experts.2.up_proj.weight", "enorm.weight")
 SETTINGS = (
-    "data.train=train.jsonl",
-    "data.max_length=128",
-    "model.compute_dtype=float32",
+    *small_runs.SETTINGS,
+    "model.path=source",
     "scheduler.warmup_ratio=0",
     "optimizer.lr=1e-2",
     "train.max_steps=2",
-    "model.path=source",
 )
 
 
