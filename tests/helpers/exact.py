@@ -110,11 +110,21 @@ def sharp(
 def plain(sharp: Sharp, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Trained]:
     """The plain loop over `uneven_chats`, once for each family and setting."""
     records = [encode(tokenizer, record) for record in uneven_chats()]
-    return cache(
-        lambda family, rates=(RATE,) * STEPS, *more, **named: plain_training(
-            sharp[family], records, rates, *more, **named
-        )
-    )
+
+    @cache
+    def trained(family: str, *given: Any) -> Trained:
+        return plain_training(sharp[family], records, *given[:3], dtype=given[3])
+
+    def of(
+        family: str,
+        rates: tuple[float, ...] = (RATE,) * STEPS,
+        max_norm: float = math.inf,
+        weight_decay: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Trained:
+        return trained(family, rates, max_norm, weight_decay, dtype)
+
+    return of
 
 
 class Mesh(NamedTuple):

@@ -107,12 +107,10 @@ def on_nodes(
     )
 
 
-def train(
-    ranks: int, *assignments: Any, cwd: Path, work: Callable[..., Any] | None = None, **how: Any
-) -> subprocess.CompletedProcess[str]:
+def train(ranks: int, *assignments: Any, cwd: Path, **how: Any) -> subprocess.CompletedProcess[str]:
     """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the
     rest. `work` runs it with something changed: it takes the arguments, as `run_script` does."""
-    return train_on_nodes([(cwd, ranks)], *assignments, work=work, **how)
+    return train_on_nodes([(cwd, ranks)], *assignments, **how)
 
 
 def train_on_nodes(

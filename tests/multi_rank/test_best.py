@@ -66,12 +66,9 @@ def train_with(losses: Losses, arguments: list[str], kill: str = "") -> None:
         return entry(step, nll_sum, tokens) | {"loss": loss, "perplexity": math.exp(loss)}
 
     def rename_and_die(old: Path, new: Path) -> Path | None:
-        is_here = new.name == (".best.old" if kill in ("before", "between") else "best")
-        is_second = is_here and (new.parent / ".best.old").exists() != (new.name == ".best.old")
-        if is_second and kill == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
         aside = rename(old, new)
-        if is_second and kill in ("between", "after"):
+        is_second = (new.parent / ".best.old").exists()
+        if is_second and new.name == {"between": ".best.old", "after": "best"}.get(kill):
             os.kill(os.getpid(), signal.SIGKILL)
         return aside
 
@@ -146,7 +143,6 @@ def test_the_best_model_is_the_export_of_its_step(folder, tmp_path):
 @pytest.mark.parametrize(
     ("kill", "step"),
     [
-        pytest.param("before", 1, marks=pytest.mark.full),
         ("between", 1),
         pytest.param("after", 2, marks=pytest.mark.full),
     ],
@@ -227,24 +223,3 @@ def test_a_lost_best_model_is_said_and_no_worse_one_takes_its_name(folder):
             shutil.rmtree(best, ignore_errors=True)
     assert "is not on node 0: best/ is on none of the disks of this run" in said
     assert not best.exists()
-
-
-@pytest.mark.full
-def test_an_evaluation_that_a_signal_cut_short_is_made_whichever_disk_is_node_0s(nodes):
-    a, b = nodes
-    given = [*KEEP_BEST, "train.max_steps=1", "eval.baseline=false"]
-    done = train_on_nodes([(a, 1), (b, 1)], *given, work=stop_in_evaluation)
-    assert done.returncode == 75, done.stderr
-    assert "| Step: 1\n" in finish(train_on_nodes([(b, 1), (a, 1)], *given))
-    assert [entry["step"] for entry in read_metrics(b / "run", "eval")] == [1]
-
-
-def stop_in_evaluation(arguments: list[str]) -> None:
-    sums = evaluate._sums
-
-    def stopped(*rest: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return sums(*rest)
-
-    evaluate._sums = stopped
-    run_script(arguments)

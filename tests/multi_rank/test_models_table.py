@@ -6,11 +6,11 @@ import csv
 import json
 import math
 import os
-import subprocess
 import sys
 
 import pytest
 from conftest import REPOSITORY
+from helpers.commands import completed, finish
 
 from benchmarks.models import (
     COLUMNS,
@@ -72,14 +72,9 @@ print(json.dumps([in_own_process(partial(trained, row), row["model type"]) for r
 def test_runs_are_exact_on_one_rank_on_two_and_in_stages(first):
     """Of every third family: `python -m benchmarks models` trains all."""
     rows = [without_numbers(FOUND[kind]) for kind in FAMILIES[first : first + 10 : 3]]
-    done = subprocess.run(
-        [sys.executable, "-c", _TRAIN, json.dumps(rows)],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    for row in json.loads(done.stdout.splitlines()[-1]):
+    command = [sys.executable, "-c", _TRAIN, json.dumps(rows)]
+    done = completed(command, REPOSITORY, os.environ | {"OMP_NUM_THREADS": "1"}, timeout_s=590)
+    for row in json.loads(finish(done).splitlines()[-1]):
         assert row["rows"] != "fails", row
         require_exact(row)
 

@@ -14,7 +14,7 @@ import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.documented import QUOTES, is_in
-from helpers.ranks import run_script, train, train_until
+from helpers.ranks import run_script, train
 from helpers.small_runs import SETTINGS
 
 from shardtune.distributed.rank_record import Phase
@@ -88,18 +88,3 @@ def test_a_slow_rank_is_named(ranks, mesh, rank, work, tmp_path, models):
     steps = read_metrics(tmp_path / "run", "step")[2:]
     waited = sum(step["data_seconds"] for step in steps) / sum(step["seconds"] for step in steps)
     assert 0.5 < waited < 1 if phase == Phase.DATA else 0 < waited < 0.1
-
-
-@pytest.mark.full
-def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path, models):
-    """The run is killed after the report at step 11, and goes on from step 8."""
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = [*ARGUMENTS, f"model.path={models['llama']}", "checkpoint.mode=sync"]
-    arguments += ["checkpoint.every_steps=8"]
-    train_until(13, 0, 2, *arguments, cwd=tmp_path)
-    run_dir = tmp_path / "runs/config"
-    assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [11]
-    done = train(2, *arguments, "train.max_steps=20", cwd=tmp_path)
-    assert "Resumed from checkpoint_0000008" in done.stdout, done.stderr
-    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, 21))
-    assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [19]
