@@ -231,8 +231,7 @@ def test_frozen_weights_take_the_compute_dtype_and_factors_float32(models, tmp_p
     for key in ("model.master_dtype", "optimizer.name"):
         assert re.search(rf"^{key} = .+ has no effect: lora\.rank is given", output, re.MULTILINE)
     # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on.
-    assert "LoRA: 7,776 parameters are trained, in float32" in output
-    assert "the others are frozen: 58,656 in bfloat16" in output
+    assert re.search("^LoRA: 7,776 .* float32.* 58,656 .*bfloat16", output, re.MULTILINE)
 
 
 def test_targets_that_mean_nothing_or_a_router_are_refused(models, tmp_path):

@@ -104,15 +104,11 @@ def test_degrees_that_cannot_be_are_refused_with_those_that_can(sharp, tmp_path)
             require_error_line(line)
         return lines
 
-    assert refusal(2, "parallel.replicate=4", "parallel.expert=3") == [
-        "ERROR: parallel.replicate=4 does not divide the world size, 2 - use one of 1, 2",
-        "ERROR: parallel.expert=3 does not divide world size / parallel.replicate, 2 - "
-        "use one of 1, 2",
-    ]
-    assert refusal(3, "parallel.expert=3") == [
-        "ERROR: parallel.expert=3 does not divide the 4 experts of mixtral - "
-        "use one of 1, 2, 4 that divides world size / parallel.replicate too"
-    ]
+    lines = refusal(2, "parallel.replicate=4", "parallel.expert=3")
+    for line, key in zip(lines, ("parallel.replicate=4", "parallel.expert=3"), strict=True):
+        assert line.startswith(f"ERROR: {key} ") and line.endswith(" - use one of 1, 2")
+    (line,) = refusal(3, "parallel.expert=3")
+    assert " 4 experts of mixtral - use one of 1, 2, 4 " in line
 
 
 @pytest.mark.full

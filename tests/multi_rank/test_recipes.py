@@ -83,6 +83,7 @@ def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names
     [
         name if name == BY_DEFAULT else pytest.param(name, marks=pytest.mark.full)
         for name in RECIPES
+        if name != "glm-4.5-air-full-141gb"  # the shipped configuration with a change
     ],
 )
 def test_a_recipe_trains(name, tokenizer, tmp_path):
