@@ -21,6 +21,7 @@ import pytest
 from helpers.chats import WORDS, chats, sentence, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, launch, needs_namespaces, read_metrics
 from helpers.data_run import save_model
+from helpers.exact import check_exact, plain, sharp
 from helpers.saving_runs import Undisturbed, saving_inputs
 from helpers.tiny_models import VOCABULARY, save_models, small_opt, train_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -36,13 +37,16 @@ __all__ = [
     "WORDS",
     "a_free_port",
     "chats",
+    "check_exact",
     "launch",
     "needs_namespaces",
+    "plain",
     "pytest_runtest_teardown",
     "pytest_sessionfinish",
     "pytest_unconfigure",
     "read_metrics",
     "sentence",
+    "sharp",
     "small_opt",
     "write_jsonl",
 ]

@@ -48,6 +48,14 @@ def completed(
     )
 
 
+def piped(
+    command: Sequence[str | Path], cwd: Path, env: Mapping[str, str] | None = None, **how: Any
+) -> subprocess.Popen[str]:
+    """Start a command whose output and errors are text in pipes."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=env, **pipes | how)
+
+
 def finish(done: subprocess.CompletedProcess[str]) -> str:
     """Check that a command has succeeded, and return its standard output."""
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,7 +9,6 @@ https://pubs.opengroup.org/onlinepubs/9799919799/functions/fsync.html
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -93,21 +92,13 @@ def record(folder: Path, ranks: int, disks: int) -> Recording:
     """Save twice, changing every weight and keeping one checkpoint; the ranks are threads."""
     recorder = DiskOs(is_recording=True)
 
-    class SaidHandler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("Saved "):
-                recorder.calls.append(Call(SAID, record.getMessage().split()[1], ()))
+    def info(text: str, *_: Any) -> None:
+        if text.startswith("Saved "):
+            recorder.calls.append(Call(SAID, text.split()[1], ()))
 
-    handler, level = SaidHandler(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     roots = [folder / f"disk{number}" for number in range(disks)]
-    try:
-        with mock.patch.object(durable_fs, "os", recorder):
-            saved = save_steps(SAVES, ranks, roots, keep=1)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with mock.patch.object(durable_fs, "os", recorder), mock.patch.object(logger, "info", info):
+        saved = save_steps(SAVES, ranks, roots, keep=1)
     inodes = {str(root): number for number, root in enumerate(roots)}
     directories = set(range(disks))
     operations = []
@@ -175,7 +166,7 @@ class Disks:
         """Every state of the disks."""
         for changes in self._kept_changes():
             names = self._names_with(changes)
-            for crash in (_kept, _lost, _zeroed, _half) if self.unsynced_bytes else (_kept,):
+            for crash in _CRASHES if self.unsynced_bytes else _CRASHES[:1]:
                 yield tuple(self._tree(root, names, crash) for root in range(roots))
 
     def _kept_changes(self) -> Iterator[list[Operation]]:
@@ -212,31 +203,20 @@ class Disks:
             if inode in self.directories:
                 return self._tree(inode, names, crash)
             lasting = self.bytes.get(inode, b"")
-            return (
-                crash(lasting, self.unsynced_bytes[inode])
-                if inode in self.unsynced_bytes
-                else lasting
-            )
+            return crash(lasting, self.unsynced_bytes.get(inode, lasting))
 
         return tuple(
             (name, content(inode)) for name, inode in sorted(names.get(directory, {}).items())
         )
 
 
-def _kept(lasting: bytes, current: bytes) -> bytes:
-    return current
-
-
-def _lost(lasting: bytes, current: bytes) -> bytes:
-    return lasting
-
-
-def _zeroed(lasting: bytes, current: bytes) -> bytes:
-    return lasting + bytes(len(current) - len(lasting))
-
-
-def _half(lasting: bytes, current: bytes) -> bytes:
-    return current[: (len(lasting) + len(current)) // 2]
+# What is left of unsynced bytes, given those that last and all: everything, nothing, zeros, a part.
+_CRASHES: tuple[Callable[[bytes, bytes], bytes], ...] = (
+    lambda lasting, current: current,
+    lambda lasting, current: lasting,
+    lambda lasting, current: lasting + bytes(len(current) - len(lasting)),
+    lambda lasting, current: current[: (len(lasting) + len(current)) // 2],
+)
 
 
 # What is demanded

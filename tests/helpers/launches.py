@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +17,8 @@ from pathlib import Path
 import psutil
 
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, a_free_port, read_metrics
+from helpers.commands import REPOSITORY, a_free_port, piped, read_metrics
+from helpers.documented import require_error_line
 from helpers.pinned import on_path
 
 GONE_WITHIN_S = 60
@@ -28,6 +31,11 @@ ARGUMENTS = (
     "export.final=false",
 )
 Prefixes = tuple[list[str], list[str]]
+HOST = socket.gethostname()
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+RANK = r"rank {rank} on {host}: "
+STEP = r"last seen in step \d+ \(.+\)"
+KILLED = RANK + rf"ended by SIGKILL, {STEP} - most often killed for memory, .*"
 DATA, FORWARD = ("shardtune.data.batch", "build_batch"), ("shardtune.model.loss", "summed_loss")
 # Python imports it at the start of every process whose PYTHONPATH names its folder. In one rank it
 # replaces the function of a module by one that fails in its nth call.
@@ -64,19 +72,27 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(REPOSITORY / script), *arguments],
-        cwd=cwd,
-        env=environment(**settings),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return piped([str(REPOSITORY / script), *arguments], cwd, environment(**settings))
+
+
+def start_preflight(
+    node: int, port: str, *arguments: str, cwd: Path, errors: int = subprocess.PIPE, **settings: str
+) -> subprocess.Popen[str]:
+    """The checks alone, as a node of this machine."""
+    command = [sys.executable, "-m", "distTest.preflight", "--config=config.yaml", *arguments]
+    own = {"NODE_RANK": f"{node}", "MASTER_PORT": port} | on_path(REPOSITORY) | settings
+    return piped(command, cwd, environment(**own), stderr=errors)
 
 
 def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
     output, errors = node.communicate(timeout=500)
     return node.returncode, output, errors
+
+
+def one_node(folder: Path, *arguments: str, **settings: str) -> tuple[int, str, str]:
+    """Run the launch script of one node, with two ranks, to its end."""
+    alone = {"NNODES": "1", "GPUS_PER_NODE": "2"} | settings
+    return end(start("launch_node0.sh", *ARGUMENTS, *arguments, cwd=folder, **alone))
 
 
 class Nodes:
@@ -159,6 +175,13 @@ class Nodes:
         for (code, last), text in zip(ended, self.texts(), strict=True):
             assert code < 0 or text.count(last) == 1, text  # a killed agent says nothing
         return ended
+
+    def require_end(self, code: int, *patterns: str) -> None:
+        """Both nodes end with this code and a last line of its form: one for both, or one each."""
+        for node, (actual, last) in enumerate(self.end()):
+            pattern = f"ERROR: {patterns[node % len(patterns)]}"
+            assert actual == code and re.fullmatch(pattern, last), self.texts()
+            require_error_line(last)
 
     def texts(self) -> list[str]:
         return [log.read_text(encoding="utf-8") for log in self.logs]

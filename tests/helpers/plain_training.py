@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from helpers.chats import sentence
+from helpers.chats import sentence, write_jsonl
 from helpers.commands import read_metrics
 
-FAMILIES = ("llama", "qwen3", "glm")
 Encoded = tuple[list[int], list[bool]]
 
 # Trained tokens as uneven as they get, in records of about one length: whatever averages over
@@ -85,7 +84,7 @@ class Trained:
 def plain_training(
     path: Path,
     records: list[Encoded],
-    rates: list[float],
+    rates: Sequence[float],
     max_norm: float = math.inf,
     weight_decay: float = 0.0,
     opened: Any = AutoModelForCausalLM,
@@ -114,7 +113,7 @@ def take_steps(
     model: Any,
     optimizer: torch.optim.Optimizer,
     records: list[Encoded],
-    rates: list[float],
+    rates: Sequence[float],
     max_norm: float,
 ) -> tuple[list[float], list[float], list[float]]:
     """Return loss and gradient norm of each step, and the sums of each record in the first."""
@@ -161,22 +160,6 @@ def save_new_model(
     return folder
 
 
-def models_on_demand(
-    root: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    build: Callable[[str], Any],
-    change_of: Callable[[str], Callable[[Any], None]],
-) -> Callable[[str], Path]:
-    """Return what saves the model of a family below `root`, when it is asked for first."""
-
-    def model(family: str) -> Path:
-        if not (root / family).exists():
-            save_new_model(lambda: build(family), tokenizer, root / family, change_of(family))
-        return root / family
-
-    return model
-
-
 def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
     """A copy of a model's directory, in float32, whose weights or configuration `change` has
     changed."""
@@ -214,14 +197,23 @@ def settings(model: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
     return [f"{key}={value}" for key, value in dict(line.split("=", 1) for line in given).items()]
 
 
+def on_uneven_chats(
+    model: Path, folder: Path, *more: str, run: str = "run", records: Any = None
+) -> list[str]:
+    """The same for a run in this folder on `uneven_chats`, or on other records, as they are
+    written there."""
+    data = write_jsonl(folder / "train.jsonl", records or uneven_chats())
+    return settings(model, data, folder / run, *more)
+
+
 def step_losses(run_dir: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(run_dir, "step")]
 
 
-def assert_same_steps(run_dir: Path, expected: Trained) -> None:
-    steps = read_metrics(run_dir, "step")
-    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
-    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+def assert_same_steps(run_dir: Path, expected: Trained, rel: float = 1e-5) -> None:
+    assert step_losses(run_dir) == pytest.approx(expected.losses, rel=rel)
+    norms = [step["grad_norm"] for step in read_metrics(run_dir, "step")]
+    assert norms == pytest.approx(expected.norms, rel=rel)
 
 
 def assert_same_weights(run_dir: Path, expected: Trained) -> None:

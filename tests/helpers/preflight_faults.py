@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distTest.rehearse.namespaces import Node
-from helpers.pinned import on_path
+from helpers.commands import piped
 
 
 @dataclass
@@ -33,15 +33,8 @@ class Machine:
         )
 
     def run(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.node.prefix, *command],
-            cwd=self.folder,
-            env=env,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        whole = [*self.node.prefix, *command]
+        return piped(whole, self.folder, env, stdin=subprocess.DEVNULL)
 
     def python(self, program: str, *arguments: str) -> subprocess.Popen[str]:
         """Start a program, and wait for its first line."""
@@ -146,30 +139,12 @@ def address_nobody_reaches(master: Machine, worker: Machine) -> None:
     worker.ip(f"route add 10.11.7.0/24 dev {interface} src 10.11.7.51")
 
 
-def two_masters(master: Machine, worker: Machine) -> None:
-    worker.script = master.script
-
-
-def clock_ahead(master: Machine, worker: Machine) -> None:
-    (worker.folder / "sitecustomize.py").write_text(
-        "import time\n_now = time.time\ntime.time = lambda: _now() + 100\n", encoding="utf-8"
-    )
-    worker.settings |= on_path(worker.folder)
-
-
 def other_config(master: Machine, worker: Machine) -> None:
     worker.arguments.append("optimizer.lr=3e-5")
 
 
 def no_data(master: Machine, worker: Machine) -> None:
     (worker.folder / "train.jsonl").unlink()
-
-
-def other_weights(master: Machine, worker: Machine) -> None:
-    """Of the same size, as after fine-tuning."""
-    file = worker.folder / "model/model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 LISTEN = """
@@ -245,12 +220,6 @@ FAULTS = [
         "of 192.168.77.51 (Network is unreachable): ports other than MASTER_PORT are blocked",
     ),
     Fault(
-        "two masters",
-        two_masters,
-        "two nodes call themselves node 0: node0 (10.11.7.50) and node1 (10.11.7.51)",
-        is_quick=True,
-    ),
-    Fault(
         "a name of loopback",
         loopback_name,
         "'localhost', which is 127.0.0.1 here: a loopback address",
@@ -262,7 +231,6 @@ FAULTS = [
         "something answers at 10.11.7.50:29600 that is not the preflight of node 0",
         is_quick=True,
     ),
-    Fault("clock", clock_ahead, "the clock of node 1 (node1) is 100."),
     Fault(
         "other configuration",
         other_config,
@@ -275,5 +243,4 @@ FAULTS = [
         "node 1 (node1): data.train=train.jsonl: no such file or directory",
         is_quick=True,
     ),
-    Fault("other weights", other_weights, "model.safetensors is"),
 ]

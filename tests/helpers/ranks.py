@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -106,27 +107,30 @@ def on_nodes(
     )
 
 
-def train(ranks: int, *assignments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+def train(ranks: int, *assignments: Any, cwd: Path, **how: Any) -> subprocess.CompletedProcess[str]:
     """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the
-    rest."""
-    return train_on_nodes([(cwd, ranks)], *assignments)
+    rest. `work` runs it with something changed: it takes the arguments, as `run_script` does."""
+    return train_on_nodes([(cwd, ranks)], *assignments, **how)
 
 
 def train_on_nodes(
-    nodes: Sequence[tuple[Path, int]], *assignments: Any
+    nodes: Sequence[tuple[Path, int]],
+    *assignments: Any,
+    work: Callable[..., Any] | None = None,
+    **how: Any,
 ) -> subprocess.CompletedProcess[str]:
     """The same on several nodes, see `on_nodes`."""
     for folder, _ in nodes:
         (folder / "config.yaml").touch()
-    return on_nodes(nodes, run_script, ["--config", "config.yaml", *map(str, assignments)])
+    arguments = ["--config", "config.yaml", *map(str, assignments)]
+    return on_nodes(nodes, work or run_script, arguments, **how)
 
 
 def train_until(step: int, after_s: float, ranks: int, *assignments: Any, cwd: Path) -> None:
     """The same, and kill -9 of all ranks so many seconds after this step, whatever is being written
     then."""
-    (cwd / "config.yaml").touch()
-    arguments = ["--config", "config.yaml", *map(str, assignments)]
-    killed = on_ranks(ranks, _run_script_until, step, after_s, arguments, cwd=cwd)
+    work = partial(_run_script_until, step, after_s)
+    killed = train(ranks, *assignments, cwd=cwd, work=work)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 

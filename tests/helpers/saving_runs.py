@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,14 @@ def command(*settings: str) -> list[str]:
 
 
 def run(
-    folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any
+    folder: Path,
+    *settings: str,
+    faults: Sequence[Fault] = (),
+    ranks: int = 2,
+    work: Callable[..., Any] = run_with,
+    **how: Any,
 ) -> Completed:
-    return on_ranks(ranks, run_with, list(faults), command(*settings), cwd=folder, **how)
+    return on_ranks(ranks, work, list(faults), command(*settings), cwd=folder, **how)
 
 
 class Undisturbed:

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
+from safetensors.torch import load_file
 
 from helpers.chats import chats, write_jsonl
 from helpers.commands import read_metrics
+from helpers.ranks import run_script
+from shardtune.training.states import reshard
 
 SETTINGS = (
     "model.path=model",
@@ -50,6 +54,12 @@ def write_inputs(folder: Path, model: Path, dropout: float = 0.0, records: int =
     return folder
 
 
+def run_without_room(arguments: list[str]) -> None:
+    """On a rank: as if no memory were free."""
+    vars(reshard)["_SHARE"] = 0.0
+    run_script(arguments)
+
+
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the steps in `metrics.jsonl` without their speed and memory."""
     return [
@@ -65,6 +75,18 @@ def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
         for path in sorted(folder.rglob(pattern))
         if path.is_file()
     }
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files of an exported model, or of a checkpoint's ranks."""
+    files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    return {name: tensor for tensors in files for name, tensor in tensors.items()}
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = tensors_of(one), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
+from helpers.commands import REPOSITORY, a_free_port, needs_namespaces, piped
 
 from distTest import demo_reduce
 from distTest.rehearse import namespaces
@@ -25,14 +25,7 @@ def sums(*commands: str, prefixes: tuple[list[str], ...] = ([], [])) -> list[tup
     """The ranks' lines of commands that run at the same time; all must end with 0."""
     here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     started = [
-        subprocess.Popen(
-            [*prefix, "bash", "-c", command],
-            cwd=REPOSITORY,
-            env=here,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        piped([*prefix, "bash", "-c", command], REPOSITORY, here, stderr=subprocess.STDOUT)
         for command, prefix in zip(commands, prefixes, strict=False)
     ]
     outputs = [process.communicate(timeout=500)[0] for process in started]
@@ -62,8 +55,8 @@ def on_loopback(command: str) -> str:
     "commands",
     [
         (ONE_NODE,),
-        pytest.param(on_both(on_loopback(TWO_TERMINALS)), marks=pytest.mark.full),
-        pytest.param(on_both(on_loopback(TWO_NODES)), marks=pytest.mark.full),
+        on_both(on_loopback(TWO_TERMINALS)),
+        on_both(on_loopback(TWO_NODES)),
     ],
     ids=["one node", "two terminals", "two nodes"],
 )

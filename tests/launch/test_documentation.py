@@ -7,39 +7,20 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
 from conftest import REPOSITORY, a_free_port
-from helpers.commands import completed, needs_namespaces
+from helpers.commands import needs_namespaces
+from helpers.documented import TEXTS, blocks, environment, run
 from helpers.image import image_files
 
 from distTest.rehearse.namespaces import joined_nodes
 from shardtune.config_io import load_config
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-# In the order in which they are read.
-PAGES = ["README.md", *re.findall(r"\]\((docs/[\w-]+\.md|CONTRIBUTING\.md)\)", README)]
-TEXTS = {page: (REPOSITORY / page).read_text(encoding="utf-8") for page in PAGES}
-
-
-def blocks(language: str) -> list[str]:
-    """Every code block of a language, once, in the order of the pages."""
-    found = [
-        block.strip()
-        for text in TEXTS.values()
-        for block in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    ]
-    return list(dict.fromkeys(found))
-
-
 COMMANDS = blocks("bash")
-EXACT = re.compile(
-    r"^Exact match on (\d+) short answers to reworded questions: (\d+) before, (\d+) after$", re.M
-)
 
 
 def starting(*prefixes: str) -> list[str]:
@@ -83,23 +64,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
     (text,) = [block for block in blocks("yaml") if block.startswith("model:")]
     (copy / "mine.yaml").write_text(text, encoding="utf-8")
     return copy
-
-
-def environment(**more: str) -> dict[str, str]:
-    binaries = str(Path(sys.executable).parent)
-    active = {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-    return os.environ | active | more
-
-
-def run(command: str, cwd: Path, timeout_s: float = 240, **more: str) -> str:
-    done = completed(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=cwd,
-        env=environment(**more),
-        timeout_s=timeout_s,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def test_every_command_is_run_by_a_test():
@@ -223,47 +187,3 @@ def test_documented_ways_start_the_nodes(tmp_path):
     assert built == "Dockerfile" and started.startswith("rank=0 ")
     assert started.endswith(" --config /work/config.yaml run.dir=/work/runs/mine")
     assert "examples/kubernetes.yaml" in run(by_kubectl, copy, **stubbed)
-
-
-def demo(settings: str, timeout_s: float = 400) -> str:
-    """The target as it stands."""
-    return run(f"make demo {settings}", REPOSITORY, timeout_s)
-
-
-@pytest.mark.full
-def test_make_demo_trains_asks_and_reports(tmp_path, models):
-    """With a tiny model, as in one that another test has the real weights."""
-    run_dir = tmp_path / "demo"
-    two = (REPOSITORY / "examples/chats/short_eval.jsonl").read_text("utf-8").splitlines()[:2]
-    (tmp_path / "two.jsonl").write_text("\n".join(two), encoding="utf-8")
-    tiny = models["llama"]
-    arguments = f"model.path={tiny} train.max_steps=2 data.max_length=256 eval.baseline=false"
-    settings = f"MODEL={tiny} RUN={run_dir} SHORT={tmp_path / 'two.jsonl'}"
-    said = demo(f"{settings} DEMO_ARGS='{arguments}'")
-    assert "\r" not in said
-    for text in ("Step 2/2 | Loss:", "  - ", f"{run_dir}/model"):
-        assert text in said
-    assert re.search(r"^Time: set-up \d+ s, data \d+ s, training \d+ s, answers \d+ s$", said, re.M)
-    assert EXACT.findall(said)[0][0] == "2"
-    assert f"Report: {run_dir}/report.html" in said.splitlines()[-2:]  # make may have the last word
-    page = (run_dir / "report.html").read_text(encoding="utf-8")
-    assert {'id="loss"', 'id="perplexity"', 'id="speed"'} <= set(re.findall(r'id="\w+"', page))
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_the_demo_learns_what_the_readme_shows(tmp_path):
-    """In float32, whose figures the page has; a CPU with bfloat16 rounds more."""
-    settings = f"RUN={tmp_path / 'demo'} DEMO_ARGS=model.compute_dtype=float32"
-    said = demo(settings, timeout_s=1500)
-    before, after = (
-        float(re.findall(rf"^{name} Perplexity: ([\d.]+) ", said, re.MULTILINE)[0])
-        for name in ("Baseline", "Eval")
-    )
-    assert after < 0.7 * before
-    (transcript,) = [text for text in blocks("text") if text.startswith("Baseline Perplexity: ")]
-    shown = float(re.findall(r"^Eval Perplexity: ([\d.]+) ", transcript, re.MULTILINE)[0])
-    assert after == pytest.approx(shown, rel=0.05), "another CPU rounds otherwise, by less"
-    (matches,), (shown_matches,) = (EXACT.findall(text) for text in (said, transcript))
-    assert matches[:2] == shown_matches[:2]
-    assert abs(int(matches[2]) - int(shown_matches[2])) <= 6, "which answers it knows may differ"

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
+from helpers.commands import piped
 from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, start
 
@@ -38,6 +39,7 @@ Training Configuration:
   GPUs per Node: {gpus}
   Master: 127.0.0.1:{port}
 """
+CONFIG = "--config=config.yaml"
 LINES = re.compile(r"^(Effective|Steps per epoch|Baseline|Step |Eval|Saved|Resumed)", re.MULTILINE)
 
 
@@ -61,44 +63,24 @@ def test_one_node_trains(folder):
     script = folder / "elsewhere/train"
     script.symlink_to(REPOSITORY / "launch_node0.sh")
     port = a_free_port()
-    code, output, errors = end(
-        start(
-            script,
-            "--config",
-            "../config.yaml",
-            "data.train=../train.jsonl",
-            "data.eval=../train.jsonl",
-            cwd=folder / "elsewhere",
-            NNODES="1",
-            GPUS_PER_NODE="2",
-            MASTER_PORT=port,
-            TMPDIR=str(folder / "temporary"),
-        )
-    )
+    given = ("--config=../config.yaml", "data.train=../train.jsonl", "data.eval=../train.jsonl")
+    settings = {"NNODES": "1", "GPUS_PER_NODE": "2", "TMPDIR": str(folder / "temporary")}
+    there = folder / "elsewhere"
+    code, output, errors = end(start(script, *given, cwd=there, MASTER_PORT=port, **settings))
     assert code == 0, errors
     assert not list((folder / "temporary").iterdir())
     assert output.startswith(BANNER.format(role="MASTER", node=0, port=port, nodes=1, gpus=2))
     assert BLOCK.format(host=socket.gethostname(), world=2, nodes=1, gpus=2, port=port) in output
-    assert [step["step"] for step in read_metrics(folder / "elsewhere/runs/config", "step")] == [
-        1,
-        2,
-    ]
+    assert [step["step"] for step in read_metrics(there / "runs/config", "step")] == [1, 2]
 
 
 @pytest.mark.full
 def test_two_nodes_of_different_size_train(folder):
     """The worker comes first; only node 0 tells the run, and one process a node where it runs."""
     port = a_free_port()
-    worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
+    worker = start("launch_node1.sh", CONFIG, cwd=folder, MASTER_PORT=port)
     time.sleep(1)
-    master = start(
-        "launch_node0.sh",
-        "--config",
-        "config.yaml",
-        cwd=folder,
-        MASTER_PORT=port,
-        GPUS_PER_NODE="2",
-    )
+    master = start("launch_node0.sh", CONFIG, cwd=folder, MASTER_PORT=port, GPUS_PER_NODE="2")
     (code0, output0, errors0), (code1, output1, errors1) = end(master), end(worker)
     assert (code0, code1) == (0, 0), errors0 + errors1
     host = socket.gethostname()
@@ -109,14 +91,8 @@ def test_two_nodes_of_different_size_train(folder):
         assert output.startswith(BANNER.format(role=role, node=node, port=port, nodes=2, gpus=gpus))
         assert output.count(BLOCK.format(host=host, world=3, nodes=2, gpus=gpus, port=port)) == 1
     assert "x 3 (ranks) = 3" in output0 and "Saved the final model" in output0
-    assert {match[1] for match in LINES.finditer(output0)} == {
-        "Effective",
-        "Steps per epoch",
-        "Baseline",
-        "Step ",
-        "Eval",
-        "Saved",
-    }
+    told = {"Effective", "Steps per epoch", "Baseline", "Step ", "Eval", "Saved"}
+    assert {match[1] for match in LINES.finditer(output0)} == told
     assert not LINES.search(output1 + errors0 + errors1)
 
 
@@ -125,9 +101,9 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder):
     """The master comes first; the data is broken, which is known when both have met."""
     (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")
     port = a_free_port()
-    master = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
+    master = start("launch_node0.sh", CONFIG, cwd=folder, MASTER_PORT=port)
     time.sleep(1)
-    worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
+    worker = start("launch_node1.sh", CONFIG, cwd=folder, MASTER_PORT=port)
     for code, output, errors in (end(master), end(worker)):
         assert code == 2, errors
         assert "Training Configuration:" in output
@@ -141,9 +117,7 @@ def test_a_node_that_waits_in_vain_says_so_in_its_last_line(folder):
     """It says so in its last line, and has looked for node 0."""
     port = a_free_port()
     settings = {"MASTER_PORT": port, "JOIN_TIMEOUT": "2"}
-    code, output, errors = end(
-        start("launch_node1.sh", "--config", "config.yaml", cwd=folder, **settings)
-    )
+    code, output, errors = end(start("launch_node1.sh", CONFIG, cwd=folder, **settings))
     (line,) = errors.splitlines()
     words = f"no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node"
     assert code == 2 and line.startswith(f"ERROR: {words} 1 (") and " looks for node 0: " in output
@@ -160,7 +134,7 @@ def test_a_node_that_waits_in_vain_says_so_in_its_last_line(folder):
 )
 def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(number, words, folder):
     here = {"MASTER_PORT": a_free_port(), "TMPDIR": str(folder)}
-    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **here)
+    node = start("launch_node0.sh", CONFIG, cwd=folder, **here)
     assert node.stdout is not None
     while words not in node.stdout.readline():
         assert node.poll() is None
@@ -184,9 +158,7 @@ def test_bad_settings_are_refused_together(folder):
     """A carriage return, as from a file of another system, is shown and not obeyed."""
     bad = {"MASTER_ADDR": "127.0.0.1\r", "MASTER_PORT": "29600\r", "NNODES": "two"}
     bad |= {"GPUS_PER_NODE": "0", "JOIN_TIMEOUT": "soon"}
-    code, output, errors = end(
-        start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **bad)
-    )
+    code, output, errors = end(start("launch_node0.sh", CONFIG, cwd=folder, **bad))
     assert code == 2 and "Training" not in output and "\r" not in output + errors
     assert "\nMaster: '127.0.0.1\\r':'29600\\r'\n" in output
     starts = ["MASTER_PORT is '29600?'", "NNODES is ", "GPUS_PER_NODE is "]
@@ -283,9 +255,7 @@ def slurm_job(tmp_path: Path, srun: str, cwd: Path, *arguments: str) -> subproce
     for name in ("MASTER_ADDR", "GPUS_PER_NODE"):
         del known[name]
     spooled = shutil.copy(REPOSITORY / "launch_slurm.sbatch", tmp_path / "slurm_script")
-    command = ["bash", str(spooled), *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=known, stdout=pipe, stderr=pipe, text=True)
+    return piped(["bash", str(spooled), *arguments], cwd, known)
 
 
 def test_a_slurm_job_starts_every_node(tmp_path):
@@ -367,15 +337,7 @@ def test_a_pod_waits_for_node_0_and_starts_with_its_rank(node, is_stopped, tmp_p
     port = a_free_port()
     known |= {"NODE_RANK": f"{node}", "POD_IP": "10.1.2.3", "MASTER_PORT": port}
     known |= {"MASTER_ADDR": "localhost", "VIRTUAL_ENV": str(tmp_path), "PATH": os.environ["PATH"]}
-    command = [*container["command"], *container["args"]]
-    pod = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=known,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pod = piped([*container["command"], *container["args"]], REPOSITORY, known)
     if node:
         with pytest.raises(subprocess.TimeoutExpired):
             pod.wait(timeout=0.3)

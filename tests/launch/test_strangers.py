@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, a_free_port
+from conftest import a_free_port
 from helpers.documented import require_error_line
-from helpers.launches import children, end, environment, write_run
-from helpers.pinned import on_path
+from helpers.launches import children, end, start_preflight, write_run
 
 from shardtune.cluster.control import LONGEST_BYTES, Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
@@ -43,15 +41,8 @@ class CheckedNode:
     """The checks alone, as a node of this machine. `lines` are those of both streams so far."""
 
     def __init__(self, node: int, folder: Path, port: str, **settings: str) -> None:
-        known = environment(NODE_RANK=str(node), MASTER_PORT=port, **on_path(REPOSITORY))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"],
-            cwd=folder,
-            env=known | settings,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        both = subprocess.STDOUT
+        self.process = start_preflight(node, port, cwd=folder, errors=both, **settings)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -342,10 +333,6 @@ def test_whoever_comes_after_all_have_met_is_no_node():
 
 
 def test_an_empty_secret_is_refused(folder):
-    known = environment(NNODES="1", JOIN_SECRET=" ", **on_path(REPOSITORY))
-    command = [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml"]
-    pipe = subprocess.PIPE
-    node = subprocess.Popen(command, cwd=folder, env=known, text=True, stdout=pipe, stderr=pipe)
-    code, _, errors = end(node)
+    code, _, errors = end(start_preflight(0, "1", cwd=folder, NNODES="1", JOIN_SECRET=" "))
     require_error_line(errors.strip())
     assert code == 2 and "JOIN_SECRET is empty - " in errors

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, read_metrics
-from helpers.commands import finish
-from helpers.documented import require_error_line
+from helpers.commands import finish, piped
+from helpers.documented import error_line, require_error_line
 from helpers.launches import FORWARD, break_rank, end, write_run
 from helpers.pinned import on_path
 from helpers.ranks import train
@@ -31,14 +31,8 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 def start(*arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
     """As a user who has never launched anything, in a checkout that is not installed."""
-    return subprocess.Popen(
-        [sys.executable, *TRAIN, *arguments],
-        cwd=cwd,
-        env=os.environ | on_path(REPOSITORY) | settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    env = os.environ | on_path(REPOSITORY) | settings
+    return piped([sys.executable, *TRAIN, *arguments], cwd, env)
 
 
 def test_two_cpu_processes_train_to_the_losses_of_the_script(folder):
@@ -64,9 +58,8 @@ def test_ctrl_c_saves_and_the_same_command_resumes(folder):
     node.send_signal(signal.SIGINT)
     code, _, errors = end(node)
     assert code == 75, errors
-    last = errors.splitlines()[-1]
+    last = error_line(errors)
     assert last.startswith("ERROR: stopped by SIGINT on ")
-    require_error_line(last)
     steps = len(read_metrics(folder / "run", "step")) + 1
     code, output, errors = end(start(*arguments, f"train.max_steps={steps}", cwd=folder))
     assert code == 0, errors

@@ -16,7 +16,8 @@ import pytest
 import torch
 from helpers.chats import write_jsonl
 from helpers.commands import finish, read_metrics
-from helpers.documented import require_error_line
+from helpers.documented import error_line, refused, require_error_line
+from helpers.exact import COMPILED, FULL, SELECTIVE, STEPS, TWO_ROWS, Mesh
 from helpers.plain_lora import (
     TARGETS,
     initial_factors,
@@ -24,15 +25,8 @@ from helpers.plain_lora import (
     peft_model,
     plain_lora_training,
 )
-from helpers.plain_training import (
-    encode,
-    settings,
-    sharpen,
-    step_losses,
-    uneven_chats,
-    with_weights,
-)
-from helpers.ranks import on_ranks, run_script, train, train_on_nodes
+from helpers.plain_training import encode, on_uneven_chats, step_losses, uneven_chats
+from helpers.ranks import run_script, train, train_on_nodes
 from helpers.small_runs import checkpoint, digests
 from helpers.tiny_models import cut_into_files
 from peft import get_peft_model_state_dict
@@ -47,13 +41,7 @@ from shardtune.model.traits import is_factor
 
 RATES = [3e-3] * 4
 LORA = ("lora.rank=3", "lora.alpha=12", "train.max_grad_norm=9")
-
-
-@pytest.fixture(scope="module")
-def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("sharp")
-    made = {name: with_weights(models[name], root / name, sharpen) for name in ("llama", "glm")}
-    return made | {"experts": made["glm"]}
+FAMILY = {"llama": "llama", "glm": "glm", "experts": "glm"}  # by what is adapted
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +53,7 @@ def expected(
 
     @cache
     def trained(kind: str) -> tuple[Any, ...]:
-        path = sharp[kind]
+        path = sharp[FAMILY[kind]]
         targets = "experts" if kind == "experts" else "all-linear"
         factors = initial_factors(path, LoraConfig(rank=3, alpha=12, targets=targets))
         model = peft_model(path, factors, 3, 12, **TARGETS[kind])
@@ -74,20 +62,18 @@ def expected(
     return trained
 
 
-def arguments(model: Path, folder: Path, ranks: int, *more: str) -> list[str]:
+def given(model: Path, folder: Path, mesh: Mesh, *more: str) -> list[str]:
     """Return the assignments of four steps over all the data."""
-    data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
-    (folder / "config.yaml").touch()
-    accumulation = f"train.gradient_accumulation_steps={8 // ranks}"
-    return settings(model, data, run_dir, "train.epochs=4", accumulation, *LORA, *more)
+    more = (f"train.epochs={STEPS}", *LORA, *mesh.assignments(*more))
+    return on_uneven_chats(model, folder, *more)
 
 
-def run(model: Path, folder: Path, ranks: int, *more: str) -> tuple[str, Path]:
-    """Return the output of such a run, and its folder."""
-    given = ["--config", "config.yaml", *arguments(model, folder, ranks, *more)]
-    done = on_ranks(ranks, run_script, given, cwd=folder, timeout_s=900)  # compiling takes minutes
+def run(model: Path, folder: Path, mesh: Mesh, *more: str) -> str:
+    """Return the output of such a run."""
+    # Compiling takes minutes.
+    done = train(mesh.ranks, *given(model, folder, mesh, *more), cwd=folder, timeout_s=900)
     assert "MISSING" not in done.stderr  # as transformers reports tensors that no file has
-    return finish(done), folder / "run"
+    return finish(done)
 
 
 def assert_steps(run_dir: Path, expected: Any) -> None:
@@ -113,45 +99,39 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "more"),
+    ("kind", "mesh", "more"),
     [
-        ("glm", 2, ("parallel.expert=2", "model.activation_checkpointing=full")),
+        ("glm", Mesh(2, 2), [FULL]),
         *(
-            pytest.param("glm", ranks, more, marks=pytest.mark.full)
-            for ranks, more in (
-                (1, ()),
-                (2, ("model.activation_checkpointing=full",)),
-                (2, ("model.activation_checkpointing=selective",)),
-                (4, ("parallel.replicate=2",)),
-                (4, ("parallel.replicate=2", "parallel.expert=2")),
-                (2, ("parallel.context=2", "parallel.expert=2", "train.micro_batch_size=2")),
-                (8, ()),  # more ranks than experts
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("glm", Mesh(1), []),
+                ("glm", Mesh(2, 2, context=2), [TWO_ROWS]),
+                ("glm", Mesh(4, 2, 2), [SELECTIVE]),
+                ("glm", Mesh(8), []),  # more ranks than experts
+                ("llama", Mesh(1), [COMPILED]),
+                ("experts", Mesh(2, 2), ["lora.targets=experts", FULL]),
             )
-        ),
-        pytest.param("llama", 1, (), marks=pytest.mark.full),
-        pytest.param("llama", 1, ("model.compile=true",), marks=pytest.mark.full),
-        *(
-            pytest.param("experts", 2, ("lora.targets=experts", *more), marks=pytest.mark.full)
-            for more in ((), ("model.activation_checkpointing=full", "parallel.expert=2"))
         ),
     ],
 )
-def test_steps_equal_a_plain_loop_around_peft(kind, ranks, more, sharp, expected, tmp_path):
-    output, run_dir = run(sharp[kind], tmp_path, ranks, *more)
+def test_steps_equal_a_plain_loop_around_peft(kind, mesh, more, sharp, expected, tmp_path):
+    model = sharp[FAMILY[kind]]
+    output = run(model, tmp_path, mesh, *more)
     among = "no experts among" if kind == "llama" else "experts among"
     assert re.search(rf"^LoRA: rank 3, alpha 12, {among} its modules: ", output, re.MULTILINE)
-    assert_steps(run_dir, expected(kind))
-    assert_exported(run_dir, sharp[kind], expected(kind))
+    assert_steps(tmp_path / "run", expected(kind))
+    assert_exported(tmp_path / "run", model, expected(kind))
 
 
-def run_as_accelerate_does(given: list[str]) -> None:
+def run_as_accelerate_does(arguments: list[str]) -> None:
     os.environ |= dict.fromkeys(["ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"], "true")
-    run_script(given)
+    run_script(arguments)
 
 
 def test_every_rank_loads_its_weights_under_accelerates_variables(models, tmp_path):
-    given = arguments(models["llama"], tmp_path, 2, "train.max_steps=1", "export.final=false")
-    finish(on_ranks(2, run_as_accelerate_does, ["--config", "config.yaml", *given], cwd=tmp_path))
+    more = given(models["llama"], tmp_path, Mesh(2), "train.max_steps=1", "export.final=false")
+    finish(train(2, *more, cwd=tmp_path, work=run_as_accelerate_does))
 
 
 @contextmanager
@@ -170,15 +150,13 @@ def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
 
     The source is then in another folder and in other files.
     """
-    run(sharp["glm"], tmp_path, 2, "train.max_steps=2", "export.final=false", "parallel.expert=2")
+    run(sharp["glm"], tmp_path, Mesh(2, 2), "train.max_steps=2", "export.final=false")
+    run_dir = tmp_path / "run"
     source = cut_into_files(sharp["glm"], tmp_path / "source")
     with changed_byte(source / "model-00002-of-00002.safetensors"):
-        refused = train(2, *arguments(source, tmp_path, 2), cwd=tmp_path)
-    last_line = refused.stderr.splitlines()[-1]
-    assert refused.returncode == 2, refused.stderr
-    assert "the digest of the frozen weights in model.path is " in last_line
-    require_error_line(last_line)
-    output, run_dir = run(source, tmp_path, 1, "run.resume=auto")
+        last = refused(train(2, *given(source, tmp_path, Mesh(2)), cwd=tmp_path))
+    assert "the digest of the frozen weights in model.path is " in last
+    output = run(source, tmp_path, Mesh(1), "run.resume=auto")
     assert "Resumed from checkpoint_0000002" in output and "does not say" not in output
     assert_steps(run_dir, expected("glm"))
     assert_exported(run_dir, source, expected("glm"))
@@ -190,9 +168,8 @@ def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
     out, without = tmp_path / "out", tmp_path / "without"
     with changed_byte(source / "model-00001-of-00002.safetensors"):
         assert run_command(["export", str(last), str(out)]) == 2
-    refusal = capsys.readouterr().err.splitlines()[-1]
+    refusal = error_line(capsys.readouterr().err)
     assert f"the digest of the weights in {source} is " in refusal
-    require_error_line(refusal)
     shutil.rmtree(source)
     shutil.copytree(sharp["glm"], source)  # as one file again
     assert run_command(["export", "--dtype", "float32", str(last), str(out)]) == 0
@@ -248,25 +225,20 @@ def test_frozen_weights_take_the_compute_dtype_and_factors_float32(models, tmp_p
     """The adapters have rank 3; bfloat16 grouped products need a multiple of 8."""
     lower = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
     more = ("model.compute_dtype=bfloat16", "train.max_steps=1", *lower)
-    given = arguments(models["glm"], tmp_path, 2, *more, "export.dtype=source")
-    output = finish(
-        on_ranks(2, run_and_count_bytes, ["--config", "config.yaml", *given], cwd=tmp_path)
-    )
+    more = given(models["glm"], tmp_path, Mesh(2), *more, "export.dtype=source")
+    output = finish(train(2, *more, cwd=tmp_path, work=run_and_count_bytes))
     assert "State: False" not in output and output.count("State: True") > 50
     for key in ("model.master_dtype", "optimizer.name"):
         assert re.search(rf"^{key} = .+ has no effect: lora\.rank is given", output, re.MULTILINE)
     # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on.
-    assert "LoRA: 7,776 parameters are trained, in float32" in output
-    assert "the others are frozen: 58,656 in bfloat16" in output
+    assert re.search("^LoRA: 7,776 .* float32.* 58,656 .*bfloat16", output, re.MULTILINE)
 
 
 def test_targets_that_mean_nothing_or_a_router_are_refused(models, tmp_path):
-    given = arguments(
-        models["glm"], tmp_path, 2, "lora.targets=[q_proj, q_prj, gate, lm_head, other]"
-    )
-    refused = train(2, *given, cwd=tmp_path)
-    problems = refused.stderr.splitlines()[-4:]
-    assert refused.returncode == 2 and "Parameters:" not in refused.stdout, refused.stderr
+    targets = "lora.targets=[q_proj, q_prj, gate, lm_head, other]"
+    done = train(2, *given(models["glm"], tmp_path, Mesh(2), targets), cwd=tmp_path)
+    problems = done.stderr.splitlines()[-4:]
+    assert done.returncode == 2 and "Parameters:" not in done.stdout, done.stderr
     for line, expected in zip(
         problems,
         (
@@ -284,13 +256,13 @@ def test_targets_that_mean_nothing_or_a_router_are_refused(models, tmp_path):
 @pytest.mark.full
 def test_adapters_with_dropout_resume_to_the_bit_on_the_same_ranks(sharp, tmp_path):
     dropout = ("lora.dropout=0.3", "checkpoint.every_steps=2", "export.final=false")
-    run(sharp["glm"], tmp_path, 2, *dropout)
+    run(sharp["glm"], tmp_path, Mesh(2), *dropout)
     whole, losses = tmp_path / "run", step_losses(tmp_path / "run")
     files = digests(checkpoint(whole, 4), "rank_*")
     shutil.rmtree(checkpoint(whole, 4))
-    run(sharp["glm"], tmp_path, 2, *dropout)
+    run(sharp["glm"], tmp_path, Mesh(2), *dropout)
     assert step_losses(whole) == losses and digests(checkpoint(whole, 4), "rank_*") == files
-    run(sharp["glm"], tmp_path, 2, *dropout, "lora.dropout=0", "run.resume=never")
+    run(sharp["glm"], tmp_path, Mesh(2), *dropout, "lora.dropout=0", "run.resume=never")
     assert step_losses(whole) != losses
 
 
@@ -299,8 +271,7 @@ def test_nodes_with_disks_of_their_own_merge_on_the_first(sharp, expected, tmp_p
     nodes = [(tmp_path / name, 1) for name in ("a", "b")]
     for folder, _ in nodes:
         folder.mkdir()
-    given = arguments(sharp["glm"], tmp_path, 2, "run.dir=run")
-    finish(train_on_nodes(nodes, *given))
+    finish(train_on_nodes(nodes, *given(sharp["glm"], tmp_path, Mesh(2), "run.dir=run")))
     assert_steps(tmp_path / "a/run", expected("glm"))
     assert_exported(tmp_path / "a/run", sharp["glm"], expected("glm"))
 
@@ -309,7 +280,8 @@ def test_nodes_with_disks_of_their_own_merge_on_the_first(sharp, expected, tmp_p
 def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(sharp, tmp_path):
     data = f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', uneven_chats()[:4])}"
     more = ("eval.keep_best=true", "export.merge=false", "eval.every_steps=1")
-    _, run_dir = run(sharp["glm"], tmp_path, 2, data, *more)
+    run(sharp["glm"], tmp_path, Mesh(2), data, *more)
+    run_dir = tmp_path / "run"
     best = read_metrics(run_dir, "best")[-1]["step"]
     assert best == 4 and not (run_dir / "model").exists()
     assert run_command(["verify", str(run_dir / "best")]) == 0
@@ -319,7 +291,7 @@ def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(sharp, tm
 
 @pytest.mark.full
 def test_random_weights_are_not_merged(models, tmp_path):
-    output, run_dir = run(models["glm"], tmp_path, 2, "model.init=random", "train.max_steps=1")
-    assert "Merged model left out: the frozen weights were drawn at random" in output
-    assert (run_dir / "adapter/adapter_model.safetensors").exists()
-    assert not (run_dir / "model").exists()
+    output = run(models["glm"], tmp_path, Mesh(2), "model.init=random", "train.max_steps=1")
+    assert "Merged model left out: " in output
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
+    assert not (tmp_path / "run/model").exists()

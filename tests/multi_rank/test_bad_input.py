@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from helpers import packing_families
 from helpers.chats import chats, write_jsonl
 from helpers.commands import launch
-from helpers.documented import require_error_line
+from helpers.documented import refused, require_error_line
 from helpers.pinned import on_path
-from helpers.ranks import on_ranks, run_script, train
+from helpers.ranks import run_script, train
+from helpers.tiny_models import cut_into_files
 from safetensors.torch import load_file, save_file
 
 from shardtune.distributed import exit_code, join
@@ -57,33 +59,6 @@ def edit(file: Path, **changes: Any) -> None:
     )
 
 
-def write_index(model: Path, *, missing: str = "") -> None:
-    """Spread the weights over two shards with an index."""
-    weights = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    names = sorted(weights)
-    weight_map = {}
-    for number, part in enumerate((names[:5], names[5:]), start=1):
-        shard = f"model-{number:05d}-of-00002.safetensors"
-        weight_map |= dict.fromkeys(part, shard)
-        if shard != missing:
-            save_file(
-                {name: weights[name] for name in part}, model / shard, metadata={"format": "pt"}
-            )
-    (model / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": weight_map}), encoding="utf-8"
-    )
-
-
-def test_a_missing_tensor_is_named(folder):
-    file = folder / "model" / "model.safetensors"
-    weights = load_file(file)
-    weights.pop("model.norm.weight")
-    save_file(weights, file, metadata={"format": "pt"})
-    (problem,) = refusal(folder)
-    assert "its files have no model.norm.weight of shape [32] (1 tensors in all)" in problem
-
-
 def edited_config(**changes: Any) -> Callable[[Path], None]:
     return lambda model: edit(model / "config.json", **changes)
 
@@ -96,6 +71,10 @@ def cut_to(bytes_left: int, name: str = "model.safetensors") -> Callable[[Path],
     return lambda model: os.truncate(model / name, bytes_left)
 
 
+def in_two_files(model: Path) -> None:
+    cut_into_files(model.rename(model.with_name("whole")), model)
+
+
 def forget_tokens(model: Path) -> None:
     edit(model / "config.json", vocab_size=100)
     weights = load_file(model / "model.safetensors")
@@ -106,7 +85,7 @@ def forget_tokens(model: Path) -> None:
 
 OWN_CODE = {"AutoConfig": "cfg.Own"}
 GPTQ = {"quant_method": "gptq", "bits": 4}
-INDEX = "model.safetensors.index.json"
+INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
 NO_CONFIG = "model.path=model: no model configuration"
 BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "model.path=model"),
@@ -146,12 +125,16 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights cut": (cut_to(9000), "model/model.safetensors: truncated"),
     "weights empty": (cut_to(0), "model/model.safetensors: truncated"),
     "no shard": (
-        lambda model: write_index(model, missing="model-00002-of-00002.safetensors"),
-        "model/model-00002-of-00002.safetensors: this file of weights is missing",
+        lambda model: (in_two_files(model), without(SHARD)(model)),
+        f"model/{SHARD}: this file of weights is missing",
     ),
     "index cut": (
-        lambda model: (write_index(model), cut_to(50, INDEX)(model)),
+        lambda model: (in_two_files(model), cut_to(50, INDEX)(model)),
         f"model/{INDEX}: not a readable index",
+    ),
+    "weights of another shape": (
+        edited_config(intermediate_size=48),
+        "no model.layers.0.mlp.down_proj.weight of shape [32, 48] (6 tensors in all)",
     ),
     "no tokenizer": (
         lambda model: [file.unlink() for file in model.glob("token*")],
@@ -167,12 +150,6 @@ def test_a_bad_model_is_refused(case, folder):
     damage(folder / "model")
     (problem,) = refusal(folder)
     assert named in problem
-
-
-def test_weights_of_another_shape_are_refused(folder):
-    edit(folder / "model/config.json", intermediate_size=48)
-    (problem,) = refusal(folder)
-    assert "no model.layers.0.mlp.down_proj.weight of shape [32, 48] (6 tensors in all)" in problem
 
 
 def test_code_of_a_tokenizer_is_not_run(folder):
@@ -195,13 +172,8 @@ def test_problems_that_are_known_together_are_reported_together(folder):
     problems = refusal(folder, "data.max_length=1024")
     assert len(problems) == 2 and "512 positions" in problems[0] and "truncated" in problems[1]
 
-    problems = refusal(
-        folder,
-        "train.epoch=2",
-        "optimizer.lr=fast",
-        "logging.profile_steps=[0, 2]",
-        "data.overflow=wrap",
-    )
+    wrong = ["train.epoch=2", "optimizer.lr=fast", "logging.profile_steps=[0, 2]"]
+    problems = refusal(folder, *wrong, "data.overflow=wrap")
     assert len(problems) == 4
     for word in ("train.epochs", "optimizer.lr", "profile_steps", "truncate"):
         assert word in " ".join(problems)
@@ -263,14 +235,8 @@ def run_in_environment(environment: dict[str, str], arguments: list[str]) -> Non
     run_script(arguments)
 
 
-NOBODY = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1",
-    "JOIN_TIMEOUT": "3",
-}
+NOBODY = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+NOBODY |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "JOIN_TIMEOUT": "3"}
 
 
 @pytest.mark.parametrize(
@@ -290,12 +256,8 @@ NOBODY = {
     ids=["nobody there", "half a launcher", "no number", "no GPU", "unknown option", "no time"],
 )
 def test_a_bad_command_is_refused(environment, arguments, named, folder):
-    arguments = ["--config", "config.yaml", *arguments]
-    done = on_ranks(1, run_in_environment, environment, arguments, cwd=folder)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    require_error_line(last)
-    assert named in last and done.stderr.count("ERROR: ") == 1
+    done = train(1, *arguments, cwd=folder, work=partial(run_in_environment, environment))
+    assert named in refused(done) and done.stderr.count("ERROR: ") == 1
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

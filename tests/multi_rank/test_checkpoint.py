@@ -11,6 +11,7 @@ import signal
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
 from helpers.commands import finish
-from helpers.ranks import config_for, on_nodes, on_ranks, run_script, train
+from helpers.ranks import config_for, on_ranks, run_script, train, train_on_nodes
 from helpers.small_runs import (
     CONSTANT,
     SETTINGS,
     checkpoint,
     digests,
     names,
+    tensors_of,
     write_inputs,
 )
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
@@ -67,15 +68,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> 
         name: write_inputs(tmp_path_factory.mktemp("saved") / name, models[name])
         for name in ("glm", "llama")
     }
+    given, work = (*SETTINGS, *CONSTANT, "train.max_steps=3"), run_script_without_pickle
     for folder in folders.values():
-        arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=3"]
-        finish(on_nodes([(folder, 2), (folder, 1)], run_script_without_pickle, arguments))
+        finish(train_on_nodes([(folder, 2), (folder, 1)], *given, work=work))
     return folders
+
+
+def manifest_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
 
 
 def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Every sharded tensor of a checkpoint, put together by torch."""
-    described = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["tensors"]
+    described = manifest_of(directory)["tensors"]
     tensors = {
         name: torch.full(entry["shape"], torch.nan, dtype=getattr(torch, entry["dtype"]))
         for name, entry in described.items()
@@ -97,15 +102,10 @@ def test_torch_reads_the_rank_files_by_itself(name, tmp_path, saved, models):
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
-    alone = (
-        *SETTINGS,
-        *CONSTANT,
-        "train.max_steps=3",
-        "train.gradient_accumulation_steps=3",
-        "export.final=false",
-    )
-    assert train(1, *alone, cwd=write_inputs(tmp_path, models[name])).returncode == 0
-    reference = load_file(checkpoint(tmp_path / "run", 3) / "rank_00000.safetensors")
+    alone = ("train.max_steps=3", "train.gradient_accumulation_steps=3", "export.final=false")
+    write_inputs(tmp_path, models[name])
+    finish(train(1, *SETTINGS, *CONSTANT, *alone, cwd=tmp_path))
+    reference = tensors_of(checkpoint(tmp_path / "run", 3))
     assert tensors.keys() == {key for key in reference if not key.startswith("random.")}
     for key, tensor in tensors.items():
         torch.testing.assert_close(tensor, reference[key], rtol=1e-3, atol=1e-5, msg=key)
@@ -113,6 +113,9 @@ def test_torch_reads_the_rank_files_by_itself(name, tmp_path, saved, models):
     parameters = sum(1 for _ in exported.parameters())
     assert len(moments) == parameters and all(tensor.abs().max() > 1e-5 for tensor in moments)
     assert all(tensor == 3 for key, tensor in tensors.items() if key.startswith("optimizer.step."))
+
+
+GENERATORS = ("torch", "python", "numpy")
 
 
 def parsed(file: Path) -> tuple[dict[str, Any], int, bytes]:
@@ -125,23 +128,14 @@ def parsed(file: Path) -> tuple[dict[str, Any], int, bytes]:
 @pytest.mark.parametrize("name", ["glm", "llama"])
 def test_the_manifest_says_what_the_files_hold(name, saved):
     directory = checkpoint(saved[name] / "run", 3)
-    raw = (directory / "manifest.json").read_bytes()
-    assert (directory / "COMPLETE").read_text(encoding="utf-8") == xxhash.xxh3_128(
-        raw
-    ).hexdigest() + "\n"
-    manifest = json.loads(raw)
-    present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
-    assert present - {"manifest.json", "COMPLETE"} == manifest["files"].keys()
+    manifest, present = manifest_of(directory), digests(directory)
+    complete = (directory / "COMPLETE").read_text(encoding="utf-8")
+    assert complete == present.pop("manifest.json") + "\n" and present.pop("COMPLETE")
+    assert present == {file: entry["xxh3_128"] for file, entry in manifest["files"].items()}
     for file, entry in manifest["files"].items():
-        content = (directory / file).read_bytes()
-        assert (entry["bytes"], entry["xxh3_128"]) == (
-            len(content),
-            xxhash.xxh3_128(content).hexdigest(),
-        )
+        assert entry["bytes"] == (directory / file).stat().st_size
 
-    files = {
-        file: parsed(directory / file) for file in manifest["files"] if file.startswith("rank_")
-    }
+    files = {file: parsed(directory / file) for file in present if file.startswith("rank_")}
     ranges: dict[str, list[tuple[int, int]]] = {file: [] for file in files}
     for tensor, entry in manifest["tensors"].items():
         times_written = np.zeros(entry["shape"], np.int64)
@@ -170,14 +164,10 @@ def test_the_manifest_says_what_the_files_hold(name, saved):
 
 
 def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved):
-    directory = checkpoint(saved["glm"] / "run", 3)
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest = manifest_of(checkpoint(saved["glm"] / "run", 3))
     assert manifest["world"] == {"size": 3, "mesh": {"shard": 3}, "nodes": [0, 0, 1]}
-    assert [manifest["files"][f"rank_0000{rank}.safetensors"]["node"] for rank in range(3)] == [
-        0,
-        0,
-        1,
-    ]
+    for rank, node in enumerate(manifest["world"]["nodes"]):
+        assert manifest["files"][f"rank_0000{rank}.safetensors"]["node"] == node
     assert {entry["host"] for entry in manifest["files"].values()} == {platform.node()}
     assert manifest["versions"] == {
         "python": platform.python_version(),
@@ -186,48 +176,28 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved):
         "transformers": transformers.__version__,
         "safetensors": safetensors.__version__,
     }
-    config = manifest["state"]["config"]
-    assert config["model"]["path"] == "model" and config["train"]["max_steps"] == 3
-    sorted_json = json.dumps(config, sort_keys=True).encode()
+    state = manifest["state"]
+    assert state["config"]["model"]["path"] == "model"
+    sorted_json = json.dumps(state["config"], sort_keys=True).encode()
     assert manifest["config_xxh3_128"] == xxhash.xxh3_128(sorted_json).hexdigest()
-    assert (manifest["state"]["step"], manifest["state"]["epoch"]) == (3, 0) and manifest["state"][
-        "row"
-    ] == 9
+    assert (state["step"], state["epoch"], state["row"]) == (3, 0, 9)
     assert manifest["tied_weights"] == {}
-    tied = json.loads(
-        (checkpoint(saved["llama"] / "run", 3) / "manifest.json").read_text(encoding="utf-8")
-    )
+    tied = manifest_of(checkpoint(saved["llama"] / "run", 3))
     assert tied["tied_weights"] == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert tied["tensors"].keys() & {"model.lm_head.weight", "model.model.embed_tokens.weight"} == {
-        "model.model.embed_tokens.weight"
-    }
-    for rank in range(3):
-        assert {
-            f"random.{generator}.0000{rank}" for generator in ("torch", "python", "numpy")
-        } <= manifest["tensors"].keys()
+    assert "model.lm_head.weight" not in tied["tensors"]
+    generators = {f"random.{name}.0000{rank}" for name in GENERATORS for rank in range(3)}
+    assert generators <= manifest["tensors"].keys()
 
 
 def test_a_checkpoint_stores_nothing_but_tensors_and_text(saved):
     directory = checkpoint(saved["glm"] / "run", 3)
-    assert names(directory) == [
-        "COMPLETE",
-        "huggingface",
-        "manifest.json",
-        *(f"rank_0000{rank}.safetensors" for rank in range(3)),
-    ]
-    for path in (
-        path for path in directory.rglob("*") if path.is_file() and path.suffix != ".safetensors"
-    ):
-        text = path.read_text(encoding="utf-8")
-        assert path.suffix in (".json", ".jinja") or path.name == "COMPLETE"
-        if path.suffix == ".json":
-            json.loads(text)
-    assert {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-    } <= set(names(directory / "huggingface"))
+    ranks = [f"rank_0000{rank}.safetensors" for rank in range(3)]
+    assert names(directory) == ["COMPLETE", "huggingface", "manifest.json", *ranks]
+    for name in digests(directory).keys() - {"COMPLETE", *ranks}:
+        text = (directory / name).read_text(encoding="utf-8")
+        assert name.endswith(".jinja") or json.loads(text) is not None
+    assets = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    assert assets <= {*names(directory / "huggingface")}
 
 
 def save_while_weights_change(folder: str) -> None:
@@ -277,7 +247,9 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path, models):
 STRANGERS = (("checkpoint_9999999", "COMPLETE"), ("checkpoint_0000003", "notes.txt"))
 
 
-def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting: int) -> None:
+def watch_retention(
+    arguments: list[str], failing_step: int = 0, dies_when_deleting: int = 0
+) -> None:
     """Note the whole checkpoints after each rename; fail one save, and die in one deletion.
 
     The first rename also creates the directories of STRANGERS.
@@ -309,31 +281,24 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("keep", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("keep", [1, 2])
 def test_as_many_checkpoints_are_kept_as_were_asked_for(keep, tmp_path, models):
     """Never fewer, although a save fails and the run is killed while it deletes.
 
     Entries of others are neither counted nor deleted.
     """
     write_inputs(tmp_path, models["llama"])
-    settings = (
-        *SETTINGS,
-        *CONSTANT,
-        "train.max_steps=7",
-        "checkpoint.every_steps=1",
-        f"checkpoint.keep={keep}",
-    )
-    arguments = ["--config", "config.yaml", *settings, "export.final=false"]
-    killed = on_ranks(1, watch_retention, arguments, 3, 2, cwd=tmp_path)
+    given = [*SETTINGS, *CONSTANT, "train.max_steps=7", "export.final=false"]
+    given += ["checkpoint.every_steps=1", f"checkpoint.keep={keep}"]
+    dying = partial(watch_retention, failing_step=3, dies_when_deleting=2)
+    killed = train(1, *given, cwd=tmp_path, work=dying)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     checkpoints = tmp_path / "run/checkpoints"
     assert ".checkpoint_0000002.deleting" in names(checkpoints)
-    finish(on_ranks(1, watch_retention, arguments, 0, 0, cwd=tmp_path))
+    finish(train(1, *given, cwd=tmp_path, work=watch_retention))
 
-    seen = [
-        json.loads(line)
-        for line in (tmp_path / "seen.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = (tmp_path / "seen.jsonl").read_text(encoding="utf-8").splitlines()
+    seen = [json.loads(line) for line in lines]
     committed: set[int] = set()
     for whole in seen:
         committed |= set(whole)
@@ -352,24 +317,15 @@ def run_impatiently(arguments: list[str]) -> None:
 
 def test_a_second_job_in_the_same_folder_is_refused(tmp_path, models):
     first, second = (write_inputs(tmp_path / name, models["llama"]) for name in ("first", "second"))
-    settings = [
-        "--config",
-        "config.yaml",
-        *SETTINGS,
-        *CONSTANT[:2],
-        "export.final=false",
-        "checkpoint.every_steps=5",
-    ]
+    given = [*SETTINGS, *CONSTANT[:2], "export.final=false", "checkpoint.every_steps=5"]
     ended = []
-    endless = [*settings, "train.epochs=100000"]
-    running = threading.Thread(
-        target=lambda: ended.append(on_ranks(2, run_script, endless, cwd=first))
-    )
+    endless = [*given, "train.epochs=100000"]
+    running = threading.Thread(target=lambda: ended.append(train(2, *endless, cwd=first)))
     running.start()
     while not list(first.glob("run/checkpoints/checkpoint_*")):
         time.sleep(0.02)
         assert running.is_alive()
-    refused = on_ranks(2, run_impatiently, [*settings, "run.dir=../first/run"], cwd=second)
+    refused = train(2, *given, "run.dir=../first/run", cwd=second, work=run_impatiently)
     assert refused.returncode == 2
     assert "ERROR: run.dir=../first/run is in use by another run (" in refused.stderr
     assert running.is_alive()
@@ -378,34 +334,18 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path, models):
     running.join()
     assert ended[0].returncode == -signal.SIGKILL
     last = max(int(path.name[-7:]) for path in first.glob("run/checkpoints/checkpoint_*"))
-    said = finish(
-        on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 6}"], cwd=first)
-    )
+    more = f"train.max_steps={last + 6}"
+    said = finish(train(2, *endless, more, cwd=first, work=run_impatiently))
     resumed = re.search(r"Resumed from checkpoint_(\d+)", said)
     # The save at the time of the kill may have been prepared.
     assert resumed and int(resumed[1]) in (last, last + 5), said
 
 
-@pytest.fixture
-def three_steps(tmp_path: Path, saved: dict[str, Path], models: dict[str, Path]) -> Path:
-    """A folder with the checkpoints of the steps 1, 2 and 3 of one rank."""
+def test_moving_a_checkpoint_aside_loses_no_file(tmp_path, models):
     write_inputs(tmp_path, models["llama"])
-    settings = (
-        *SETTINGS,
-        *CONSTANT,
-        "checkpoint.every_steps=1",
-        "checkpoint.keep=3",
-        "train.max_steps=3",
-    )
-    assert train(1, *settings, cwd=tmp_path).returncode == 0
-    return tmp_path
-
-
-CONTINUE = (*SETTINGS, *CONSTANT, "checkpoint.keep=9", "export.final=false", "train.max_steps=4")
-
-
-def test_moving_a_checkpoint_aside_loses_no_file(three_steps):
-    checkpoints = three_steps / "run/checkpoints"
+    given = [*SETTINGS, *CONSTANT, "checkpoint.keep=9", "export.final=false"]
+    finish(train(1, *given, "checkpoint.every_steps=1", "train.max_steps=3", cwd=tmp_path))
+    checkpoints = tmp_path / "run/checkpoints"
     (checkpoints / "checkpoint_0000003/COMPLETE").unlink()
     for taken in ("checkpoint_0000003.aside1", "checkpoint_0000009"):
         (checkpoints / taken).mkdir()
@@ -414,18 +354,14 @@ def test_moving_a_checkpoint_aside_loses_no_file(three_steps):
     links = {"latest": "checkpoint_0000012", "checkpoint_0000009.aside1": "nowhere"}
     for link, there in links.items():
         (checkpoints / link).symlink_to(there)
-    done = train(1, *CONTINUE, cwd=three_steps)
-    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert (
-        "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: cannot be read (" in done.stdout
-    )
-    moved = {
-        "checkpoint_0000003/": "checkpoint_0000003.aside2/",
-        "checkpoint_0000009/": "checkpoint_0000009.aside2/",
-    }
-    for old, new in moved.items():
-        assert f"Moved aside, not part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout
-        before = {name.replace(old, new): digest for name, digest in before.items()}
+    said = finish(train(1, *given, "train.max_steps=4", cwd=tmp_path))
+    assert "Resumed from checkpoint_0000002\n" in said
+    assert "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: " in said
+    for moved in ("checkpoint_0000003", "checkpoint_0000009"):
+        assert f"Moved aside, not part of this run: run/checkpoints/{moved}.aside2\n" in said
+        before = {
+            name.replace(f"{moved}/", f"{moved}.aside2/"): digest for name, digest in before.items()
+        }
     after = digests(checkpoints)
     assert before.items() <= after.items()
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"checkpoint_0000004"}

@@ -4,8 +4,6 @@ product."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,16 @@ import pytest
 import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
+from helpers.exact import APART, STEPS, TWO_ROWS, Mesh
 from helpers.plain_training import (
-    FAMILIES,
     MAX_LENGTH,
     ROWS_PACKED,
     Encoded,
-    Trained,
     assert_same_steps,
     assert_same_weights,
     encode,
+    on_uneven_chats,
     plain_perplexity,
-    plain_training,
-    settings,
-    sharpen,
     step_losses,
     summed_nll,
     uneven_chats,
@@ -34,45 +29,14 @@ from helpers.plain_training import (
 from helpers.ranks import train
 from helpers.small_runs import checkpoint
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from shardtune.data.order import lay_out_rows
 from shardtune.data.schedule import Cost, assign_rows
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import figures
 
-QUICK = [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]
-
-
-def in_full(case: tuple[Any, ...], quick: list[Any]) -> Any:
-    """The mark of a case that only the long tests run."""
-    return () if case in quick else pytest.mark.full
-
-
-@pytest.fixture(scope="session")
-def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The models with matrices eight times as large: losses differ from token to token, as after
-    pretraining."""
-    root = tmp_path_factory.mktemp("sharp")
-    return {name: with_weights(path, root / name, sharpen) for name, path in models.items()}
-
-
-@pytest.fixture(scope="session")
-def plain(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> Callable[..., Trained]:
-    """The plain loop over `uneven_chats`, once for each family and setting."""
-    records = [encode(tokenizer, record) for record in uneven_chats()]
-    return cache(
-        lambda family, *arguments: plain_training(
-            sharp[family], records, list(arguments[0]), *arguments[1:]
-        )
-    )
-
-
-def run(model: Path, records: list[Any], folder: Path, ranks: int, *more: str) -> tuple[str, Path]:
-    """Train; standard output and the run's folder."""
-    folder.mkdir(exist_ok=True)
-    data, run_dir = write_jsonl(folder / "train.jsonl", records), folder / "run"
-    return finish(train(ranks, *settings(model, data, run_dir, *more), cwd=folder)), run_dir
+FULL = pytest.mark.full
 
 
 def mean_of_means_errors(
@@ -98,54 +62,38 @@ def mean_of_means_errors(
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "packed"),
+    ("family", "mesh", "more"),
     [
-        pytest.param(family, ranks, packed, marks=in_full((family, ranks, packed), QUICK))
-        for family in FAMILIES
-        for ranks in (1, 2, 4, 8)
-        for packed in (True, False)
+        ("llama", Mesh(1), []),
+        ("qwen3", Mesh(2), [APART, TWO_ROWS]),
+        ("glm", Mesh(4), []),
+        pytest.param("llama", Mesh(8), [APART, TWO_ROWS], marks=FULL),
+        pytest.param("qwen3", Mesh(8), [], marks=FULL),
+        pytest.param("glm", Mesh(1), [APART, TWO_ROWS], marks=FULL),
     ],
 )
-def test_losses_norms_and_weights_equal_plain_pytorch(
-    family, ranks, packed, sharp, plain, tokenizer, tmp_path
-):
-    """One optimizer step is an epoch, so that the plain loop need not know the order of the
-    data."""
-    rows = 1 if packed else 2
-    output, run_dir = run(
-        sharp[family],
-        uneven_chats(),
-        tmp_path,
-        ranks,
-        f"data.packing={str(packed).lower()}",
-        "train.epochs=4",
-        f"train.micro_batch_size={rows}",
-        f"train.gradient_accumulation_steps={8 // ranks}",
-    )
-    assert f"Rows per epoch: {ROWS_PACKED * rows} of" in output
-    assert "Steps per epoch: 1 | Total steps: 4" in output
-    expected = plain(family, (3e-3,) * 4)
-    assert_same_steps(run_dir, expected)
-    assert_same_weights(run_dir, expected)
+def test_losses_norms_and_weights_equal_plain_pytorch(family, mesh, more, check_exact):
+    (said,) = check_exact(family, [mesh], more)
+    assert f"Rows per epoch: {ROWS_PACKED * (1 + bool(more))} of" in said
+    assert f"Steps per epoch: 1 | Total steps: {STEPS}" in said
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_means_of_means_would_be_seen(ranks, packed, plain, tokenizer):
+    """The data is such that each is 500 times the tolerance away from the loss, or more."""
     records = [encode(tokenizer, record) for record in uneven_chats()]
-    by_micro_batch, by_rank = mean_of_means_errors(records, expected.record_sums, ranks, packed)
+    sums = plain("llama").record_sums
+    by_micro_batch, by_rank = mean_of_means_errors(records, sums, ranks, packed)
     assert by_micro_batch > 0.005
     assert by_rank > 0.005 or ranks == 1
 
 
 def test_clipping_schedule_and_weight_decay_equal_plain_pytorch(sharp, plain, tmp_path):
-    _, run_dir = run(
-        sharp["qwen3"],
-        uneven_chats(),
-        tmp_path,
-        2,
-        "train.epochs=5",
-        "train.gradient_accumulation_steps=4",
-        "train.max_grad_norm=0.5",
-        "optimizer.weight_decay=0.1",
-        "scheduler.name=cosine",
-        "scheduler.warmup_ratio=0.2",
-    )
+    given = ["train.epochs=5", "train.max_grad_norm=0.5", "optimizer.weight_decay=0.1"]
+    given += ["scheduler.name=cosine", "scheduler.warmup_ratio=0.2", *Mesh(2).assignments()]
+    finish(train(2, *on_uneven_chats(sharp["qwen3"], tmp_path, *given), cwd=tmp_path))
+    run_dir = tmp_path / "run"
     rates = tuple(step["lr"] for step in read_metrics(run_dir, "step"))
     assert len(set(rates)) == 5
     expected = plain("qwen3", rates, 0.5, 0.1)
@@ -161,18 +109,12 @@ def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(
     encoded = [encode(tokenizer, record) for record in records]
     steps_on = {}
     for ranks in 1, 2, 4:
-        output, run_dir = run(
-            sharp["llama"],
-            records,
-            tmp_path / str(ranks),
-            ranks,
-            "data.packing=false",
-            "train.epochs=2",
-            "export.final=false",
-            f"train.gradient_accumulation_steps={4 // ranks}",
-        )
-        assert "Steps per epoch: 3 | Total steps: 6 | Records: 10" in output
-        steps_on[ranks] = read_metrics(run_dir, "step")
+        given = [APART, "train.epochs=2", "export.final=false"]
+        given += [f"train.gradient_accumulation_steps={4 // ranks}"]
+        given = on_uneven_chats(sharp["llama"], tmp_path, *given, run=f"{ranks}", records=records)
+        said = finish(train(ranks, *given, cwd=tmp_path))
+        assert "Steps per epoch: 3 | Total steps: 6 | Records: 10" in said
+        steps_on[ranks] = read_metrics(tmp_path / f"{ranks}", "step")
     for steps in steps_on.values():
         for key in "loss", "grad_norm":
             assert [step[key] for step in steps] == pytest.approx(
@@ -189,18 +131,10 @@ def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(
 @torch.no_grad()
 def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tokenizer, tmp_path):
     records, length = [*chats(9, seed=4), *uneven_chats()[:2]], 60
-    _, run_dir = run(
-        sharp["llama"],
-        records,
-        tmp_path,
-        3,
-        f"data.max_length={length}",
-        "data.overflow=split",
-        "train.epochs=1",
-        "optimizer.lr=0",
-        "export.final=false",
-        "train.micro_batch_size=2",
-    )
+    given = [f"data.max_length={length}", "data.overflow=split", "train.epochs=1", TWO_ROWS]
+    given += ["optimizer.lr=0", "export.final=false"]
+    given = on_uneven_chats(sharp["llama"], tmp_path, *given, records=records)
+    finish(train(3, *given, cwd=tmp_path))
     model = AutoModelForCausalLM.from_pretrained(sharp["llama"], dtype=torch.float32)
     encoded = [encode(tokenizer, record) for record in records]
     pieces = [
@@ -209,7 +143,7 @@ def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tok
         for i in range(0, len(ids) - 1, length - 1)
     ]
     assert any(not any(trained[1:]) for _, trained in pieces)
-    steps = read_metrics(run_dir, "step")
+    steps = read_metrics(tmp_path / "run", "step")
     assert len(steps) > 1
     assert sum(step["trained_tokens"] for step in steps) == sum(
         sum(trained) for _, trained in encoded
@@ -221,29 +155,16 @@ def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tok
 
 @pytest.mark.parametrize(
     ("ranks", "count"),
-    [
-        pytest.param(ranks, count, marks=in_full((ranks, count), [(2, 1), (4, 101)]))
-        for ranks in (1, 2, 3, 4)
-        for count in (1, 3, 7, 101)
-    ],
+    [(2, 1), (4, 101), *(pytest.param(*case, marks=FULL) for case in ((1, 3), (3, 7)))],
 )
 def test_perplexity_equals_one_record_at_a_time(ranks, count, sharp, tokenizer, tmp_path):
     held_out = chats(count, seed=count)
-    _, run_dir = run(
-        sharp["qwen3"],
-        chats(12),
-        tmp_path,
-        ranks,
-        "train.max_steps=1",
-        f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', held_out)}",
-        f"data.packing={str(count != 7).lower()}",
-        "data.max_length=200",
-        "data.overflow=error",
-        "train.micro_batch_size=2",
-        "export.final=false",
-        "optimizer.lr=0",
-    )
-    baseline, last = read_metrics(run_dir, "eval")
+    given = [f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', held_out)}", TWO_ROWS]
+    given += [f"data.packing={str(count != 7).lower()}", "data.max_length=200"]
+    given += ["data.overflow=error", "train.max_steps=1", "optimizer.lr=0", "export.final=false"]
+    given = on_uneven_chats(sharp["qwen3"], tmp_path, *given, records=chats(12))
+    finish(train(ranks, *given, cwd=tmp_path))
+    baseline, last = read_metrics(tmp_path / "run", "eval")
     encoded = [encode(tokenizer, record) for record in held_out]
     assert (baseline["step"], last["step"]) == (0, 1)
     assert baseline["tokens"] == last["tokens"] == sum(sum(trained) for _, trained in encoded)
@@ -265,13 +186,10 @@ def hide_huge_head(model: Any) -> None:
     model.lm_head.weight[model.config.eos_token_id, 0] = 3e38
 
 
-def stopped(model: Path, records: list[Any], folder: Path, *more: str) -> tuple[str, list[int]]:
+def stopped(given: list[str], folder: Path) -> tuple[str, list[int]]:
     """The last line of a run that failed, and its steps, each of which is saved."""
-    data, run_dir = write_jsonl(folder / "train.jsonl", records), folder / "run"
-    given = settings(
-        model, data, run_dir, "checkpoint.every_steps=1", "checkpoint.mode=sync", *more
-    )
-    failed = train(2, *given, cwd=folder)
+    saving = ["checkpoint.every_steps=1", "checkpoint.mode=sync"]
+    failed, run_dir = train(2, *given, *saving, cwd=folder), folder / "run"
     assert failed.returncode == 1, failed.stderr
     steps = [step["step"] for step in read_metrics(run_dir, "step")]
     saved = sorted(path.name for path in run_dir.glob("checkpoints/*"))
@@ -283,9 +201,9 @@ def stopped(model: Path, records: list[Any], folder: Path, *more: str) -> tuple[
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_path):
-    error, steps = stopped(sharp["qwen3"], uneven_chats(), tmp_path, "optimizer.lr=1e30")
-    assert "step 2 was not taken" in error
-    assert "python -m shardtune inspect-data --config" in error and "--step 2)" in error
+    given = on_uneven_chats(sharp["qwen3"], tmp_path, "optimizer.lr=1e30")
+    error, steps = stopped(given, tmp_path)
+    assert "step 2 was not taken" in error and "--step 2)" in error
     assert "in the gradient of model." in error or "in the gradient of lm_head." in error
     assert steps == [1]
     (refused,) = read_metrics(tmp_path / "run", "refused")
@@ -305,23 +223,17 @@ def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(
 ):
     model = with_weights(sharp["qwen3"], tmp_path / "model", change)
     records = [{"prompt": f"node {i} ", "completion": "rank"} for i in range(40)]
-    error, steps = stopped(model, records, tmp_path)
+    error, steps = stopped(on_uneven_chats(model, tmp_path, records=records), tmp_path)
     assert error.startswith("ERROR: step 1 was not taken: ") and cause in error
     assert steps == []
 
 
 def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
-    output, run_dir = run(
-        sharp["llama"],
-        uneven_chats(),
-        tmp_path,
-        2,
-        "model.compute_dtype=bfloat16",
-        "train.epochs=4",
-        "train.gradient_accumulation_steps=4",
-    )
-    assert "Precision: bfloat16 in forward and backward" in output
-    expected = plain("llama", (3e-3,) * 4).losses
+    given = ["model.compute_dtype=bfloat16", "train.epochs=4", *Mesh(2).assignments()]
+    given = on_uneven_chats(sharp["llama"], tmp_path, *given)
+    said, run_dir = finish(train(2, *given, cwd=tmp_path)), tmp_path / "run"
+    assert "Precision: bfloat16 in forward and backward" in said
+    expected = plain("llama").losses
     assert step_losses(run_dir) == pytest.approx(expected, rel=1e-2)
     assert step_losses(run_dir) != pytest.approx(expected, rel=1e-5)
     weights = load_file(run_dir / "model" / "model.safetensors")
@@ -340,22 +252,13 @@ def test_dropout_follows_the_seed_and_the_rank_and_spares_evaluation(sharp, toke
     without_dropout = math.log(plain_perplexity(model, [encode(tokenizer, record)]))
     losses = {}
     for name, ranks, seed in ("a", 1, 7), ("same", 1, 7), ("other", 1, 8), ("two", 2, 7):
-        _, run_dir = run(
-            model,
-            [record] * ranks,
-            tmp_path / name,
-            ranks,
-            f"run.seed={seed}",
-            f"data.eval={once}",
-            "train.epochs=3",
-            "optimizer.lr=0",
-            "data.packing=false",
-            "export.final=false",
-        )
-        losses[name] = step_losses(run_dir)
-        assert [entry["loss"] for entry in read_metrics(run_dir, "eval")] == pytest.approx(
-            [without_dropout] * 2, rel=1e-6
-        )
+        given = [f"run.seed={seed}", f"data.eval={once}", "train.epochs=3", "optimizer.lr=0"]
+        given += [APART, "export.final=false"]
+        given = on_uneven_chats(model, tmp_path, *given, run=name, records=[record] * ranks)
+        finish(train(ranks, *given, cwd=tmp_path))
+        losses[name] = step_losses(tmp_path / name)
+        evaluated = [entry["loss"] for entry in read_metrics(tmp_path / name, "eval")]
+        assert evaluated == pytest.approx([without_dropout] * 2, rel=1e-6)
     every = [*losses["a"], without_dropout, losses["other"][0], losses["two"][0]]
     assert losses["a"] == losses["same"]
     assert all(abs(one / other - 1) > 1e-4 for i, one in enumerate(every) for other in every[:i])

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.chats import write_jsonl
 from helpers.commands import read_metrics
-from helpers.plain_training import encode, settings, sharpen, uneven_chats, with_weights
+from helpers.exact import APART, FULL, SELECTIVE, Mesh
+from helpers.plain_training import encode, on_uneven_chats, sharpen, uneven_chats, with_weights
 from helpers.ranks import train_each, world_of
 from transformers import AutoModelForCausalLM
 
@@ -24,25 +24,7 @@ from shardtune.training.observers.expert_balance import ExpertBalance, balance
 from shardtune.training.observers.metrics import StepEnded
 
 # One rank; spread experts, layers computed again; sharded experts, layers computed again in part.
-VARIANTS: list[tuple[int, list[str]]] = [
-    (1, ["train.gradient_accumulation_steps=8"]),
-    (
-        2,
-        [
-            "train.gradient_accumulation_steps=4",
-            "parallel.expert=2",
-            "model.activation_checkpointing=full",
-        ],
-    ),
-    (
-        2,
-        [
-            "train.gradient_accumulation_steps=8",
-            "data.packing=false",
-            "model.activation_checkpointing=selective",
-        ],
-    ),
-]
+MESHES = [(Mesh(1), []), (Mesh(2, 2), [FULL]), (Mesh(2), [APART, SELECTIVE])]
 EVERY_OTHER = ["logging.every_steps=2", "export.final=false"]
 LAYERS = ("model.layers.1.mlp.experts", "model.layers.2.mlp.experts")
 
@@ -80,16 +62,16 @@ def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
             layer.mlp.gate.e_score_correction_bias[0] = -9
 
     path = with_weights(models["glm"], tmp_path / "model", never_choose_the_first)
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    given = [f"data.eval={data}", "eval.every_steps=1", "train.epochs=4", "optimizer.lr=0"]
-    runs = [
-        (ranks, settings(path, data, tmp_path / f"run{number}", *given, *EVERY_OTHER, *more))
-        for number, (ranks, more) in enumerate(VARIANTS)
-    ]
+    given = [f"data.eval={tmp_path}/train.jsonl", "eval.every_steps=1", "train.epochs=4"]
+    given += ["optimizer.lr=0", *EVERY_OTHER]
+    runs = []
+    for number, (mesh, more) in enumerate(MESHES):
+        own = [*given, *mesh.assignments(*more)]
+        runs.append((mesh.ranks, on_uneven_chats(path, tmp_path, *own, run=f"run{number}")))
     train_each(runs, tmp_path)
     counts = routed(path, [encode(tokenizer, record) for record in uneven_chats()])
     assert all(tokens[0] == 0 for tokens in counts.values())
-    for number, (_, more) in enumerate(VARIANTS):
+    for number, (mesh, _) in enumerate(MESHES):
         steps = read_metrics(tmp_path / f"run{number}", "experts")
         assert [step["step"] for step in steps] == [2, 4]
         for step in steps:
@@ -102,7 +84,7 @@ def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
                 entropy = -sum(p * math.log(p) for p in share) / math.log(6)
                 assert layer["entropy"] == pytest.approx(entropy)
                 assert layer["without_tokens"] == layer["tokens"].count(0) == 1
-                assert ("rank_imbalance" in layer) == ("parallel.expert=2" in more)
+                assert ("rank_imbalance" in layer) == (mesh.expert == 2)
                 if "rank_imbalance" in layer:
                     ranks = sum(layer["tokens"][:3]), sum(layer["tokens"][3:])
                     assert layer["rank_imbalance"] == pytest.approx(2 * max(ranks) / sum(ranks))

@@ -1,215 +1,119 @@
-"""Experts spread over ranks train as plain PyTorch trains them, whatever the mesh."""
+"""Experts spread over ranks, few or many, train as plain PyTorch trains them, whatever the mesh."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 import torch
-from helpers.chats import write_jsonl
 from helpers.commands import finish
 from helpers.configs import configured
 from helpers.documented import require_error_line
-from helpers.moe_families import FAMILIES, build
+from helpers.exact import (
+    APART,
+    BFLOAT16,
+    COMPILED,
+    EIGHT_BITS,
+    FULL,
+    SELECTIVE,
+    STEPS,
+    Mesh,
+)
 from helpers.plain_training import (
     assert_same_steps,
-    assert_same_weights,
     encode,
-    models_on_demand,
+    on_uneven_chats,
     plain_training,
-    settings,
+    save_new_model,
     sharpen,
     uneven_chats,
 )
 from helpers.ranks import on_ranks, run_script, train, train_each
-from helpers.small_runs import steps_of
-from safetensors.torch import load_file
+from helpers.small_runs import assert_same_tensors, steps_of
+from helpers.tiny_models import VOCABULARY
 from torch._dynamo.utils import counters
-from transformers import PreTrainedTokenizerFast
+from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
 
 from shardtune.distributed.join import join_world
 from shardtune.model.moe.token_exchange import ExpertExchange
 from shardtune.training.states.reshard import ReshardPolicy
 
-RATES = [3e-3] * 4
-MAX_NORM = 0.5
-
-
-class Mesh(NamedTuple):
-    ranks: int
-    expert: int
-    replicate: int = 1
-
-    def assignments(self) -> list[str]:
-        return [
-            f"parallel.expert={self.expert}",
-            f"parallel.replicate={self.replicate}",
-            f"train.gradient_accumulation_steps={16 // self.ranks}",
-        ]
-
-
-# The mesh that saves after two steps, the mesh that resumes, and a setting.
-Case = tuple[str, Mesh, Mesh, str]
-CASES: list[Case] = [
+# A family, the mesh that saves after two steps, the mesh that resumes, and settings.
+CASES: list[tuple[str, Mesh, Mesh, list[str]]] = [
     # One rank has each expert, so FSDP2 gathers none, in the forward alone nor computed again.
-    ("glm4_moe", Mesh(4, 4), Mesh(4, 2, 2), "model.activation_checkpointing=selective"),
-    ("deepseek_v3", Mesh(2, 1), Mesh(2, 2), "data.packing=true"),
+    ("glm4_moe", Mesh(4, 4), Mesh(4, 2, 2), [SELECTIVE]),
+    ("deepseek_v3", Mesh(2, 1), Mesh(2, 2), []),
 ]
-MORE_CASES: list[Case] = [
-    ("gemma4_text", Mesh(2, 2), Mesh(4, 2, 2), "data.packing=true"),
-    ("gpt_oss", Mesh(4, 2), Mesh(2, 2), "data.packing=false"),
-    ("qwen3_moe", Mesh(2, 2), Mesh(4, 4), "model.activation_checkpointing=full"),
-    ("mixtral", Mesh(4, 2), Mesh(2, 1), "model.activation_checkpointing=selective"),
-]
-MESHES = [
-    Mesh(2, 2),
-    Mesh(4, 4),
-    Mesh(4, 2),
-    Mesh(4, 1, 2),
-    Mesh(4, 2, 2),
-    Mesh(8, 4, 2),
-    Mesh(8, 2, 2),
-    Mesh(16, 4, 2),
-    Mesh(16, 2),
+MATRIX = [  # each family, each mesh and each way to compute again once
+    ("gemma4_text", Mesh(2, 2), Mesh(8, 4, 2), []),
+    ("gpt_oss", Mesh(4, 1, 2), Mesh(4, 2), [APART]),
+    ("qwen3_moe", Mesh(8, 2, 2), Mesh(16, 4, 2), [APART, FULL]),
+    ("mixtral", Mesh(16, 2), Mesh(2, 1), [APART, SELECTIVE]),
+    # Six experts in slices of two, or of one, leave some ranks without.
+    ("glm", Mesh(5), Mesh(10, 1, 2), [APART]),
+    ("gpt_oss_of_6", Mesh(8), Mesh(8, 1, 2), [APART, SELECTIVE]),
 ]
 
 
-def move_biases(model: Any) -> None:
-    sharpen(model)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn_like(buffer) * 0.1)
-
-
-@pytest.fixture(scope="module")
-def models(
-    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("families")
-    return models_on_demand(root, tokenizer, build, lambda _: move_biases)
-
-
-def check(
-    cases: Sequence[Case],
-    models: Callable[[str], Path],
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    *more: str,
-) -> None:
-    """Two steps on the first mesh of each case and two on the second, clipped, are the four steps
-    of a plain loop, and so are the exported weights."""
-    records = uneven_chats()
-    data = write_jsonl(folder / "train.jsonl", records)
-    runs = []
-    for number, (family, saved, resumed, setting) in enumerate(cases):
-        given = settings(
-            models(family),
-            data,
-            folder / f"case{number}",
-            f"train.max_grad_norm={MAX_NORM}",
-            "train.epochs=4",
-            setting,
-            *more,
-        )
-        first = [*given, *saved.assignments(), "train.max_steps=2", "export.final=false"]
-        runs += [
-            (saved.ranks, first),
-            (resumed.ranks, [*given, *resumed.assignments()]),
-        ]
-    train_each(runs, folder)
-    encoded = [encode(tokenizer, record) for record in records]
-    expected = {}
-    for number, (family, *_) in enumerate(cases):
-        if family not in expected:
-            expected[family] = plain_training(models(family), encoded, RATES, MAX_NORM)
-            assert max(expected[family].norms) > MAX_NORM
-        said = (folder / f"run{2 * number + 1}.out").read_text(encoding="utf-8")
-        assert "Resumed from checkpoint_0000002" in said
-        assert_same_steps(folder / f"case{number}", expected[family])
-        assert_same_weights(folder / f"case{number}", expected[family])
-
-
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("family", "saved", "resumed", "more"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MATRIX)],
+)
 def test_each_architecture_trains_on_one_mesh_and_resumes_on_another(
-    cases, models, tokenizer, tmp_path
+    family, saved, resumed, more, check_exact
 ):
-    check(cases, models, tokenizer, tmp_path)
+    check_exact(family, [saved, resumed], more)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "stored",
-    [
-        ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit"),
-        ("model.master_dtype=float32",),
-    ],
-)
+@pytest.mark.parametrize("stored", [[BFLOAT16, EIGHT_BITS], []])
 def test_a_resume_on_the_same_mesh_repeats_every_bit_and_random_weights_know_no_mesh(
-    stored, models, tmp_path
+    stored, sharp, tmp_path
 ):
     """The best weights, gathered from uneven slices, are the final ones."""
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     mesh = Mesh(4, 2)  # twelve experts in slices of three
 
-    def given(name: str, mesh: Mesh, *more: str) -> list[str]:
-        model, run_dir = models("glm4_moe"), tmp_path / name
-        return settings(model, data, run_dir, *mesh.assignments(), "train.epochs=4", *stored, *more)
+    def given(run: str, mesh: Mesh, *more: str) -> tuple[int, list[str]]:
+        more = (f"train.epochs={STEPS}", *mesh.assignments(), *stored, *more)
+        return mesh.ranks, on_uneven_chats(sharp["glm4_moe"], tmp_path, *more, run=run)
 
-    evaluation = [f"data.eval={data}", "eval.baseline=false", "eval.keep_best=true"]
+    evaluation = [f"data.eval={tmp_path}/train.jsonl", "eval.baseline=false", "eval.keep_best=true"]
     drawn = ["model.init=random", "optimizer.lr=0", "train.max_steps=1"]
-    train_each(
-        [
-            (4, given("whole", mesh, *evaluation)),
-            (4, given("run", mesh, "train.max_steps=2")),
-            (4, given("run", mesh)),
-            (4, given("spread", mesh, *drawn)),
-            (1, given("one", Mesh(1, 1), *drawn)),
-        ],
-        tmp_path,
-    )
+    runs = [
+        given("whole", mesh, *evaluation),
+        given("run", mesh, "train.max_steps=2"),
+        given("run", mesh),
+        given("spread", mesh, *drawn),
+        given("one", Mesh(1), *drawn),
+    ]
+    train_each(runs, tmp_path)
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
     for one, other in (("whole/model", "run/model"), ("whole/model", "whole/best")):
         assert_same_tensors(tmp_path / one, tmp_path / other)
     assert_same_tensors(tmp_path / "spread/model", tmp_path / "one/model")
 
 
-def assert_same_tensors(one: Path, other: Path) -> None:
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_degrees_that_cannot_be_are_refused_with_those_that_can(models, tmp_path):
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-
+def test_degrees_that_cannot_be_are_refused_with_those_that_can(sharp, tmp_path):
     def refusal(ranks: int, *more: str) -> list[str]:
-        given = settings(models("mixtral"), data, tmp_path / "run", *more)
-        refused = train(ranks, *given, cwd=tmp_path)
+        refused = train(ranks, *on_uneven_chats(sharp["mixtral"], tmp_path, *more), cwd=tmp_path)
         assert refused.returncode == 2, refused.stderr
         lines = [line for line in refused.stderr.splitlines() if line.startswith("ERROR: ")]
         for line in lines:
             require_error_line(line)
         return lines
 
-    assert refusal(2, "parallel.replicate=4", "parallel.expert=3") == [
-        "ERROR: parallel.replicate=4 does not divide the world size, 2 - use one of 1, 2",
-        "ERROR: parallel.expert=3 does not divide world size / parallel.replicate, 2 - "
-        "use one of 1, 2",
-    ]
-    assert refusal(3, "parallel.expert=3") == [
-        "ERROR: parallel.expert=3 does not divide the 4 experts of mixtral - "
-        "use one of 1, 2, 4 that divides world size / parallel.replicate too"
-    ]
+    lines = refusal(2, "parallel.replicate=4", "parallel.expert=3")
+    for line, key in zip(lines, ("parallel.replicate=4", "parallel.expert=3"), strict=True):
+        assert line.startswith(f"ERROR: {key} ") and line.endswith(" - use one of 1, 2")
+    (line,) = refusal(3, "parallel.expert=3")
+    assert " 4 experts of mixtral - use one of 1, 2, 4 " in line
 
 
 @pytest.mark.full
-def test_compiled_layers_exchange_tokens(models, tokenizer, tmp_path):
-    cases = [("glm4_moe", Mesh(2, 2), Mesh(2, 2), "model.activation_checkpointing=selective")]
-    check(cases, models, tokenizer, tmp_path, "model.compile=true")
+def test_compiled_layers_exchange_tokens(check_exact):
+    check_exact("glm4_moe", [Mesh(2, 2)], [COMPILED, SELECTIVE], timeout_s=900)
 
 
 def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
@@ -228,33 +132,62 @@ def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-def test_compiled_layers_break_at_attention_and_spread_experts_alone(models, tmp_path):
+def test_compiled_layers_break_at_attention_and_spread_experts_alone(sharp, tmp_path):
     """In GLM's layers these are the experts of a router and those that run while tokens travel."""
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    (tmp_path / "config.yaml").touch()
-    given = settings(models("glm4_moe"), data, tmp_path / "run", "parallel.expert=2")
-    given += ["train.max_steps=2", "export.final=false", "model.compile=true"]
-    given += ["model.activation_checkpointing=full"]
-    done = on_ranks(
-        2, train_in_graphs_and_print_breaks, ["--config", "config.yaml", *given], cwd=tmp_path
-    )
-    finish(done)
-    breaks = re.findall(
-        "^Break: .*? function `<?(?:function )?([\\w.]+)", done.stdout, re.MULTILINE
-    )
+    given = ["parallel.expert=2", "train.max_steps=2", "export.final=false", COMPILED, FULL]
+    given = on_uneven_chats(sharp["glm4_moe"], tmp_path, *given)
+    said = finish(train(2, *given, cwd=tmp_path, work=train_in_graphs_and_print_breaks))
+    breaks = re.findall("^Break: .*? function `<?(?:function )?([\\w.]+)", said, re.MULTILINE)
     # FSDP2's hooks, of which experts have their own, call `disable`.
     assert set(breaks) == {"document_attention", "SharedExperts._output", "disable"}
-    assert set(re.findall(r"^Graphs: (\d+)", done.stdout, re.MULTILINE)) == {"10"}
+    assert set(re.findall(r"^Graphs: (\d+)", said, re.MULTILINE)) == {"10"}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("number", range(len(MESHES)))
-def test_losses_are_exact_on_every_mesh_of_experts(number, models, tokenizer, tmp_path):
-    """Each goes on where the mesh before it in the list has saved; families take turns."""
-    family, before, mesh = [*FAMILIES][number % len(FAMILIES)], MESHES[number - 1], MESHES[number]
-    is_packed = family != "gpt_oss" and max(mesh.ranks, before.ranks) < 16  # eight rows
-    case = (family, before, mesh, f"data.packing={str(is_packed).lower()}")
-    check([case], models, tokenizer, tmp_path)
+def longcat() -> LongcatFlashForCausalLM:
+    return LongcatFlashForCausalLM(
+        LongcatFlashConfig(
+            num_attention_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            head_dim=8,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_layers=1,
+            ffn_hidden_size=64,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            expert_ffn_hidden_size=16,
+            max_position_embeddings=512,
+        )
+    )
+
+
+@pytest.mark.parametrize("how", [[], [FULL]])
+def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(how, tokenizer, tmp_path):
+    records = uneven_chats()[:2]
+    encoded = [encode(tokenizer, record) for record in records]
+
+    def part(model: Any) -> None:
+        """Bias the router so that tokens of the first record alone reach an expert."""
+        sharpen(model)
+        router, seen = model.model.layers[0].mlp.router, []
+        router.register_forward_hook(
+            lambda module, inputs, output: seen.append(output[0].softmax(-1))
+        )
+        for ids, _ in encoded:
+            model(input_ids=torch.tensor([ids]))
+        margins = [(scores[:, :4].amax(-1) - scores[:, 4:].amin(-1)).amax() for scores in seen]
+        assert abs(margins[0] - margins[1]) > 1e-3
+        router.e_score_correction_bias[:4] -= sum(margins) / 2
+
+    model = save_new_model(longcat, tokenizer, tmp_path / "model", part)
+    given = on_uneven_chats(model, tmp_path, APART, "train.epochs=2", *how, records=records)
+    finish(train(2, *given, cwd=tmp_path))
+    assert_same_steps(tmp_path / "run", plain_training(model, encoded, [3e-3] * 2))
 
 
 class Experts(torch.nn.Module):

@@ -7,11 +7,13 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import huggingface_hub.constants
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.ranks import on_nodes, on_ranks, run_script
+from helpers.documented import refused
+from helpers.ranks import run_script, train_on_nodes
 from helpers.tiny_models import small_opt
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -24,6 +26,14 @@ def train_offline(arguments: list[str]) -> None:
     huggingface_hub.constants.HF_HUB_CACHE = str(Path("hub").absolute())
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     run_script(arguments)
+
+
+def start(nodes: list[Path], *options: str) -> CompletedProcess[str]:
+    """Train a model of the hub, with a rank on each node."""
+    for node in nodes:
+        write_jsonl(node / "train.jsonl", chats(20))
+    given = ["model.path=acme/tiny", "data.train=train.jsonl", "data.max_length=64", *options]
+    return train_on_nodes([(node, 1) for node in nodes], *given, work=train_offline)
 
 
 def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
@@ -70,13 +80,9 @@ def test_nodes_must_have_the_same_revision_and_its_weights(
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
         node.mkdir()
-        write_jsonl(node / "train.jsonl", chats(20))
-        (node / "config.yaml").touch()
     cache(models["llama"], nodes[0], A)
     cache(models["llama"], nodes[1], revision, without)
-    arguments = ["--config", "config.yaml", "model.path=acme/tiny", "data.train=train.jsonl"]
-    arguments += ["data.max_length=64", "train.max_steps=1", *options]
-    done = on_nodes([(node, 1) for node in nodes], train_offline, arguments)
+    done = start(nodes, "train.max_steps=1", *options)
     assert done.returncode == (2 if message else 0), done.stderr
     if message:
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
@@ -87,31 +93,26 @@ def test_nodes_must_have_the_same_revision_and_its_weights(
         assert card.data.base_model == "acme/tiny" and card.data.library_name == "transformers"
 
 
-def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(models, tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", chats(20))
-    (tmp_path / "config.yaml").touch()
-    cache(models["llama"], tmp_path, A, "*.safetensors")
-    small_opt().config.save_pretrained(tmp_path / "hub/models--acme--tiny/snapshots" / A)
-    arguments = ["--config", "config.yaml", "model.path=acme/tiny", "data.train=train.jsonl"]
-    arguments += ["data.max_length=64", "model.attention=sdpa"]
-    done = on_ranks(1, train_offline, arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ERROR: opt lets a packed document see the one before it (the logits")
+def write_opt(snapshot: Path, models: dict[str, Path]) -> None:
+    small_opt().config.save_pretrained(snapshot)
 
 
-def test_names_that_fit_nothing_are_refused_before_the_weights_are_fetched(models, tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", chats(20))
-    (tmp_path / "config.yaml").touch()
-    cache(models["glm"], tmp_path, A, "*.safetensors")
-    names = load_file(models["glm"] / "model.safetensors").keys() - {"model.norm.weight"}
+def write_other_names(snapshot: Path, models: dict[str, Path]) -> None:
+    names = load_file(models["llama"] / "model.safetensors").keys() - {"model.norm.weight"}
     index = {"weight_map": dict.fromkeys([*names, "model.normal.weight"], "one.safetensors")}
-    file = tmp_path / "hub/models--acme--tiny/snapshots" / A / "model.safetensors.index.json"
-    file.write_text(json.dumps(index), encoding="utf-8")
-    arguments = ["--config", "config.yaml", "model.path=acme/tiny", "data.train=train.jsonl"]
-    done = on_ranks(1, train_offline, [*arguments, "data.max_length=64"], cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "ERROR: model.path=acme/tiny: its files have no model.norm.weight of shape [32] (1 tensors"
-    )
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("write", "problem"),
+    [
+        (write_opt, "opt lets a packed document see the one before it (the logits"),
+        (write_other_names, "model.path=acme/tiny: its files have no model.norm.weight of shape"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_weights_are_fetched(
+    write, problem, models, tmp_path
+):
+    cache(models["llama"], tmp_path, A, "*.safetensors")
+    write(tmp_path / "hub/models--acme--tiny/snapshots" / A, models)
+    assert refused(start([tmp_path], "model.attention=sdpa")).startswith(f"ERROR: {problem}")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chats import chats, write_jsonl
+from helpers.chats import chats
 from helpers.commands import finish, read_metrics
 from helpers.moe_families import build
-from helpers.plain_training import save_new_model, settings
+from helpers.plain_training import on_uneven_chats, save_new_model
 from helpers.ranks import each_in_turn, on_ranks
 from helpers.small_runs import steps_of
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
@@ -57,24 +57,13 @@ def test_ties_that_flip_where_layers_are_computed_again_change_nothing(
     compiled, tokenizer, tmp_path
 ):
     save_new_model(lambda: build("glm4_moe"), tokenizer, tmp_path / "model", tie)
-    data = write_jsonl(tmp_path / "train.jsonl", chats(12))
     kinds = ["none", "full", "selective", "offload"][:: 2 if compiled == "true" else 1]
-    runs = [
-        (
-            RANKS,
-            settings(
-                tmp_path / "model",
-                data,
-                tmp_path / kind,
-                f"parallel.expert={RANKS}",
-                f"model.activation_checkpointing={kind}",
-                f"model.compile={compiled}",
-                "train.max_steps=2",
-                "export.final=false",
-            ),
-        )
-        for kind in kinds
-    ]
+    given = [f"parallel.expert={RANKS}", f"model.compile={compiled}", "train.max_steps=2"]
+    runs = []
+    for kind in kinds:
+        own = [*given, f"model.activation_checkpointing={kind}", "export.final=false"]
+        own = on_uneven_chats(tmp_path / "model", tmp_path, *own, run=kind, records=chats(12))
+        runs.append((RANKS, own))
     (tmp_path / "config.yaml").touch()
     finish(on_ranks(RANKS, train_with_flips, runs, cwd=tmp_path))
     counts = [[entry["layers"] for entry in read_metrics(tmp_path / k, "experts")] for k in kinds]

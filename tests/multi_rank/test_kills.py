@@ -74,15 +74,11 @@ def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
 
 
 def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
-    """Yield the first and last calls of the second save as rank, operation, pattern and count."""
-    finish(
-        run(
-            folder,
-            "train.max_steps=3",
-            "checkpoint.keep=1",
-            faults=(Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls),),
-        )
-    )
+    """Yield a call of each kind in the second save as rank, operation, pattern and count: in turns
+    the first one and the last."""
+    noting = Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls)
+    finish(run(folder, "train.max_steps=3", "checkpoint.keep=1", faults=(noting,)))
+    is_last = True
     for rank in (0, 1):
         second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
         calls = [tuple(call) for call in listed]
@@ -91,12 +87,8 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
                 rank and pattern.endswith("/checkpoints")
             ):
                 continue  # whichever rank comes first makes the directory, and syncs its name
-            before, all_of_them = (
-                calls[:second].count((operation, pattern)),
-                calls.count((operation, pattern)),
-            )
-            for nth in sorted({before + 1, all_of_them}):
-                yield rank, operation, pattern, nth
+            call, is_last = (operation, pattern), not is_last
+            yield rank, *call, calls.count(call) if is_last else calls[:second].count(call) + 1
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,18 @@ from helpers import moe_families
 from helpers.chats import write_jsonl
 from helpers.commands import finish, launch
 from helpers.documented import require_error_line
-from helpers.plain_training import save_new_model, settings, uneven_chats
+from helpers.exact import BFLOAT16, EIGHT_BITS
+from helpers.plain_training import on_uneven_chats, save_new_model, step_losses
 from helpers.ranks import config_for, on_ranks, run_script, train, train_until
-from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
+from helpers.small_runs import (
+    CONSTANT,
+    SETTINGS,
+    checkpoint,
+    digests,
+    run_without_room,
+    steps_of,
+    write_inputs,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,12 +45,9 @@ from shardtune.distributed.tensors import copy_slice, to_local
 from shardtune.model.build import build_model
 from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training.optim import build_optimizer
-from shardtune.training.states import reshard
 from shardtune.training.states.replica_shards import OwnedParameters
 from shardtune.training.states.sharded_optimizer import ShardedOptimizer
 from shardtune.training.states.state_bytes import state_bytes
-
-BFLOAT16, EIGHT_BITS = "model.master_dtype=bfloat16", "optimizer.name=adamw8bit"
 
 
 class Weights(nn.Module):
@@ -137,12 +144,6 @@ def test_equal_gradients_give_the_same_bits_on_every_mesh(tmp_path):
     assert "matrix exp_avg_sq_scale" in names and "vector exp_avg_sq_scale" not in names
 
 
-def run_without_room(arguments: list[str]) -> None:
-    """On a rank: as if no memory were free."""
-    reshard._SHARE = 0.0
-    run_script(arguments)
-
-
 @pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_micro_batches_are_added_up_in_float32(room, models, tmp_path):
     """The norm of 8 micro-batches is that of float32 masters with the same bfloat16 weights.
@@ -158,10 +159,8 @@ def test_micro_batches_are_added_up_in_float32(room, models, tmp_path):
         save_file(rounded, source, {"format": "pt"})
         given = [*SETTINGS, f"run.dir={dtype}{replicate}", f"model.master_dtype={dtype}"]
         given += ["train.gradient_accumulation_steps=8", "train.max_steps=1", "export.final=false"]
-        arguments = ["--config", "config.yaml", *given, f"parallel.replicate={replicate}"]
-        said = finish(
-            on_ranks(2, run_script if has_room else run_without_room, arguments, cwd=tmp_path)
-        )
+        work = run_script if has_room else run_without_room
+        said = finish(train(2, *given, f"parallel.replicate={replicate}", cwd=tmp_path, work=work))
         assert f"Gradients: reduced {'once a step' if has_room else 'in each micro-batch'}" in said
         (step,) = read_metrics(tmp_path / f"{dtype}{replicate}", "step")
         norms.append((step["loss"], step["grad_norm"]))
@@ -169,22 +168,15 @@ def test_micro_batches_are_added_up_in_float32(room, models, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        (2, (BFLOAT16,)),
-        (2, (BFLOAT16, EIGHT_BITS)),
-        (4, (BFLOAT16, EIGHT_BITS, "parallel.replicate=2", "parallel.expert=2")),
-    ],
-)
-def test_a_killed_run_resumes_to_the_bit(ranks, more, models, tmp_path):
-    given = (*SETTINGS, *CONSTANT, *more, "train.max_steps=4", "checkpoint.every_steps=2")
-    given = (*given, "checkpoint.mode=sync")  # else the kill may come before the commit
+def test_a_killed_run_resumes_to_the_bit(models, tmp_path):
+    given = (*SETTINGS, *CONSTANT, BFLOAT16, EIGHT_BITS, "train.max_steps=4")
+    given += ("parallel.replicate=2", "parallel.expert=2", "checkpoint.every_steps=2")
+    given += ("checkpoint.mode=sync",)  # else the kill may come before the commit
     for folder in ("whole", "killed"):
         write_inputs(tmp_path / folder, models["glm"])
-    finish(train(ranks, *given, cwd=tmp_path / "whole"))
-    train_until(3, 0, ranks, *given, cwd=tmp_path / "killed")
-    said = finish(train(ranks, *given, cwd=tmp_path / "killed"))
+    finish(train(4, *given, cwd=tmp_path / "whole"))
+    train_until(3, 0, 4, *given, cwd=tmp_path / "killed")
+    said = finish(train(4, *given, cwd=tmp_path / "killed"))
     assert "Resumed from checkpoint_0000002" in said
     whole, killed = tmp_path / "whole/run", tmp_path / "killed/run"
     assert steps_of(killed) == steps_of(whole)
@@ -201,7 +193,6 @@ def test_a_checkpoint_resumes_on_another_mesh(models, tmp_path):
     )
     assert "Resumed from checkpoint_0000002" in said
     moved = steps_of(tmp_path / "run")
-    (tmp_path / "stayed").mkdir()
     finish(train(1, *given, "train.max_steps=3", "run.dir=stayed", cwd=tmp_path))
     for ours, theirs in zip(moved, steps_of(tmp_path / "stayed"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -279,21 +270,17 @@ def test_a_router_that_is_float32_by_its_class_has_masters_of_the_asked_dtype(to
     model = save_new_model(
         lambda: moe_families.build("ernie4_5_moe", **ernie), tokenizer, tmp_path / "model"
     )
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    losses = {}
+    losses = []
     for dtype in ("float32", "bfloat16"):
-        run_dir = tmp_path / dtype
         more = ("train.max_steps=2", f"model.master_dtype={dtype}")
-        finish(train(2, *settings(model, data, run_dir, *more), cwd=tmp_path))
-        losses[dtype] = [step["loss"] for step in read_metrics(run_dir, "step")]
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
+        finish(train(2, *on_uneven_chats(model, tmp_path, *more, run=dtype), cwd=tmp_path))
+        losses.append(step_losses(tmp_path / dtype))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
 def test_auto_is_bfloat16_where_the_cpu_computes_in_it(models, tmp_path):
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    given = settings(models["llama"], data, tmp_path / "run", "model.compute_dtype=auto")
-    given += ["train.max_steps=1", "export.final=false"]
-    (tmp_path / "config.yaml").touch()
+    given = ["model.compute_dtype=auto", "train.max_steps=1", "export.final=false"]
+    given = on_uneven_chats(models["llama"], tmp_path, *given)
     has_it = {"TESTS_HAVE_BFLOAT16": "1"}
-    said = finish(launch(0, "--config", "config.yaml", *given, cwd=tmp_path, env=has_it))
+    said = finish(launch(0, f"--config={os.devnull}", *given, cwd=tmp_path, env=has_it))
     assert "Precision: bfloat16 in forward and backward" in said

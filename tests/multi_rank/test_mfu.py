@@ -12,6 +12,7 @@ from helpers import packing_families
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.ranks import train
+from helpers.small_runs import SETTINGS
 from transformers import AutoModelForCausalLM
 
 from shardtune.model.flops import count_flops
@@ -21,20 +22,8 @@ def run_steps(
     model: Path, folder: Path, ranks: int, *more: str
 ) -> tuple[str, list[dict[str, Any]]]:
     write_jsonl(folder / "train.jsonl", chats(30))
-    said = finish(
-        train(
-            ranks,
-            f"model.path={model}",
-            "data.train=train.jsonl",
-            "data.max_length=128",
-            "model.compute_dtype=float32",
-            "train.max_steps=3",
-            "logging.every_steps=3",
-            "export.final=false",
-            *more,
-            cwd=folder,
-        )
-    )
+    given = [*SETTINGS, "train.max_steps=3", "logging.every_steps=3", "export.final=false"]
+    said = finish(train(ranks, *given, f"model.path={model}", *more, cwd=folder))
     return said, read_metrics(folder / "runs/config", "step")
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,10 @@ import pytest
 import torch
 from helpers.commands import finish
 from helpers.ranks import as_configured, config_for, on_ranks
+from helpers.usage import Usage
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
@@ -163,53 +156,22 @@ def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_
         assert one["model.rotary_emb.inv_freq"].std() > 0
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(
-        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")
-    )
-
-
-def peak_growth(work: Callable[[], object]) -> int:
-    before, peak, done = anonymous_bytes(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.0005):
-            peak = max(peak, anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    kept = work()
-    done.set()
-    watcher.join()
-    assert kept is not None
-    return peak - before
-
-
 def report_memory(configs: list[Config], out: Path) -> None:
     """On a rank: the most memory that building each model took, the first to warm up."""
     world = join_world(configs[0])
     sources = [AutoConfig.from_pretrained(config.model.path) for config in configs]
-    grown = [
-        peak_growth(partial(build_model, config, source, world))
-        for config, source in zip(configs, sources, strict=True)
-    ]
+    grown, kept = [], []
+    for config, source in zip(configs, sources, strict=True):
+        with Usage() as usage:
+            kept.append(build_model(config, source, world))
+        grown.append(usage.growth)
     (out / f"{world.rank}.json").write_text(json.dumps(grown), encoding="utf-8")
 
 
 def test_no_rank_holds_the_whole_model_while_building(models, tmp_path):
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=4001,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=12,
-            num_attention_heads=8,
-            tie_word_embeddings=True,
-        )
-    )
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+    shape |= {"num_attention_heads": 8, "vocab_size": 4001, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
     total_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     # In bfloat16, because tensors that need no cast stay in the file until somebody writes to them.
     model.bfloat16().save_pretrained(tmp_path / "large")
@@ -223,27 +185,3 @@ def test_no_rank_holds_the_whole_model_while_building(models, tmp_path):
         _, loaded, drawn = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         assert 0.2 * total_bytes < loaded < 0.5 * total_bytes
         assert 0.2 * total_bytes < drawn < 0.5 * total_bytes
-
-
-def count_forwards(configs: list[Config], out: Path) -> None:
-    """On a rank: how often a layer computes in one step."""
-    world = join_world(configs[0])
-    counts = []
-    for config in configs:
-        source = AutoConfig.from_pretrained(config.model.path)
-        model, calls = build_model(config, source, as_configured(world, config)), []
-        model.model.layers[0].mlp.register_forward_pre_hook(
-            lambda *_, calls=calls: calls.append(None)
-        )
-        model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-        counts.append(len(calls))
-    (out / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
-
-
-def test_full_activation_checkpointing_computes_a_layer_again(models, tmp_path):
-    configs = [
-        config_for(models["llama"], tmp_path, f"model.activation_checkpointing={how}")
-        for how in ("none", "full")
-    ]
-    assert on_ranks(1, count_forwards, configs, tmp_path, cwd=tmp_path).returncode == 0
-    assert json.loads((tmp_path / "counts.json").read_text(encoding="utf-8")) == [1, 2]

@@ -6,11 +6,11 @@ import csv
 import json
 import math
 import os
-import subprocess
 import sys
 
 import pytest
 from conftest import REPOSITORY
+from helpers.commands import completed, finish
 
 from benchmarks.models import COLUMNS, DISTANCES, MESHES, TABLE, Row, architectures, relative
 
@@ -57,14 +57,9 @@ print(json.dumps([row_of(kind) for kind in sys.argv[1:]]))
     [FAMILIES[:1], *(pytest.param(FAMILIES[i::6], marks=pytest.mark.full) for i in range(1, 7))],
 )
 def test_a_row_is_what_the_code_does(kinds):
-    done = subprocess.run(
-        [sys.executable, "-c", _ROWS, *kinds],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    for row in json.loads(done.stdout.splitlines()[-1]):
+    command = [sys.executable, "-c", _ROWS, *kinds]
+    done = completed(command, REPOSITORY, os.environ | {"OMP_NUM_THREADS": "1"}, timeout_s=590)
+    for row in json.loads(finish(done).splitlines()[-1]):
         assert _words(row) == _words(FOUND[row["model type"]])
         require_exact(row)
 

@@ -4,128 +4,84 @@ whole gradients or a reduction in each micro-batch, layers computed again, compi
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.chats import write_jsonl
 from helpers.commands import finish, launch, read_metrics
-from helpers.documented import require_error_line
+from helpers.documented import refused
+from helpers.exact import COMPILED, SELECTIVE, STEPS, Mesh
 from helpers.plain_training import (
-    Trained,
     assert_same_steps,
     assert_same_weights,
-    encode,
-    plain_training,
-    settings,
-    sharpen,
-    uneven_chats,
-    with_weights,
+    on_uneven_chats,
 )
-from helpers.ranks import on_ranks, run_script, train
-from helpers.small_runs import checkpoint, digests
+from helpers.ranks import run_script, train
+from helpers.small_runs import checkpoint, digests, run_without_room
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from transformers import PreTrainedTokenizerFast
 
 from shardtune.model import sharding
 from shardtune.training.states import reshard
 
-RATES = (3e-3,) * 4
 BFLOAT16 = "model.compute_dtype=bfloat16"
 FREE = 6.12e5  # bytes of memory, with room for two groups of the tiny GLM
+FULL = pytest.mark.full
+Run = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("sharp")
-    return {name: with_weights(models[name], root / name, sharpen) for name in ("llama", "glm")}
+@pytest.fixture
+def run(sharp: dict[str, Path], tmp_path: Path) -> Run:
+    """Takes steps over all the data; returns what was said."""
+
+    def train_on(family: str, mesh: Mesh, *more: str, room: bool = True) -> str:
+        given = on_uneven_chats(
+            sharp[family], tmp_path, f"train.epochs={STEPS}", *mesh.assignments(), *more
+        )
+        work = run_script if room else run_without_room
+        return finish(train(mesh.ranks, *given, cwd=tmp_path, work=work))
+
+    return train_on
 
 
-@pytest.fixture(scope="module")
-def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict[str, Trained]:
-    records = [encode(tokenizer, record) for record in uneven_chats()]
-    return {name: plain_training(path, records, list(RATES)) for name, path in sharp.items()}
-
-
-def run_without_room(arguments: list[str]) -> None:
-    """On a rank: as if no memory were free."""
-    reshard._SHARE = 0.0
-    run_script(arguments)
-
-
-def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:
-    """Four steps over all the data; what was said, and the run's folder."""
-    data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
-    given = settings(
-        model,
-        data,
-        run_dir,
-        "train.epochs=4",
-        f"train.gradient_accumulation_steps={8 // ranks}",
-        *more,
-    )
-    if room:
-        return finish(train(ranks, *given, cwd=folder)), run_dir
-    (folder / "config.yaml").touch()
-    return finish(
-        on_ranks(ranks, run_without_room, ["--config", "config.yaml", *given], cwd=folder)
-    ), run_dir
-
-
-def test_a_resumed_run_decides_on_resharding_anew_where_it_must(sharp, tmp_path):
+def test_a_resumed_run_decides_on_resharding_anew_where_it_must(run):
     """With one micro-batch a step there was nothing to decide about gradients."""
-    said, _ = run(
-        sharp["llama"], tmp_path, 2, "train.gradient_accumulation_steps=1", "train.max_steps=1"
+    rows = "train.gradient_accumulation_steps="
+    assert "Gradients:" not in run("llama", Mesh(2), f"{rows}1", "train.max_steps=1")
+    assert "Gradients: reduced once a step" in run(
+        "llama", Mesh(2), f"{rows}2", "train.max_steps=2"
     )
-    assert "Gradients:" not in said
-    more = ("train.gradient_accumulation_steps=2", "train.max_steps=2", "run.resume=auto")
-    assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
 
 
-def test_the_decision_on_resharding_is_said_with_its_bytes(sharp, tmp_path):
+def test_the_decision_on_resharding_is_said_with_its_bytes(run):
     """Whole gradients stay whole after a resume, where there is no room left for anything."""
-    first, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=1")
-    assert re.search(
-        r"^Gradients: .+ \(0\.00 GB unsharded, room for \d+\.\d\d GB\)$",
-        first,
-        re.MULTILINE,
-    )
-    resumed, _ = run(
-        sharp["llama"], tmp_path, 2, "train.max_steps=2", "run.resume=auto", room=False
-    )
+    first = run("llama", Mesh(2), "train.max_steps=1")
+    room = r"\(0\.00 GB unsharded, room for \d+\.\d\d GB\)$"
+    assert re.search(rf"^Gradients: .+ {room}", first, re.MULTILINE)
+    resumed = run("llama", Mesh(2), "train.max_steps=2", room=False)
     assert "Resumed from checkpoint_0000001" in resumed
-    assert re.search(
-        r"^Parameters: gathered in each forward and each backward "
-        r"\(0\.00 GB unsharded, room for 0\.00 GB\)$",
-        resumed,
-        re.MULTILINE,
-    )
-    assert ("Gradients: reduced once a step (0.00 GB unsharded, as before the resume)\n") in resumed
-
-
-def check(run_dir: Path, expected: Trained) -> None:
-    assert_same_steps(run_dir, expected)
-    assert_same_weights(run_dir, expected)
+    how = "gathered in each forward and each backward"
+    assert re.search(rf"^Parameters: {how} {room}", resumed, re.MULTILINE)
+    assert "Gradients: reduced once a step (0.00 GB unsharded, as before" in resumed
 
 
 @pytest.mark.parametrize(
     ("family", "replicate", "room"),
     [
         ("glm", 2, True),
-        pytest.param("llama", 2, False, marks=pytest.mark.full),
-        pytest.param("llama", 4, True, marks=pytest.mark.full),
-        pytest.param("glm", 1, True, marks=pytest.mark.full),
-        pytest.param("glm", 1, False, marks=pytest.mark.full),
+        pytest.param("llama", 2, False, marks=FULL),
+        pytest.param("llama", 4, True, marks=FULL),
+        pytest.param("glm", 1, False, marks=FULL),
     ],
 )
-def test_replicas_and_reductions_equal_plain_pytorch(
-    family, replicate, room, sharp, expected, tmp_path
-):
-    said, run_dir = run(sharp[family], tmp_path, 4, f"parallel.replicate={replicate}", room=room)
+def test_replicas_and_reductions_equal_plain_pytorch(family, replicate, room, check_exact):
+    work = run_script if room else run_without_room
+    (said,) = check_exact(family, [Mesh(4, replicate=replicate)], [], work=work)
     made = "whole on each rank, copied" if replicate == 4 else "gathered"
     when = "once a step" if room else "in each forward and each backward"
     assert f"Parameters: {made} {when} (" in said
@@ -133,21 +89,19 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     if not room and replicate > 1:
         reduced += ", between replicas as often"
     assert f"Gradients: reduced {reduced} (" in said
-    check(run_dir, expected[family])
 
 
 @pytest.mark.full
-def test_a_checkpoint_resumes_on_another_number_of_replicas(sharp, expected, tmp_path):
+def test_a_checkpoint_resumes_on_another_number_of_replicas(run, plain, tmp_path):
     """Down to one rank's disk: 4 = 1 x 4, then 4 = 2 x 2, then 2 = 2 x 1, then one."""
-    for steps, ranks, replicate in ((1, 4, 1), (2, 4, 2), (3, 2, 2), (4, 1, 1)):
-        more = [f"train.max_steps={steps}", f"parallel.replicate={replicate}", "checkpoint.keep=9"]
-        said, run_dir = run(sharp["glm"], tmp_path, ranks, *more)
+    meshes = Mesh(4), Mesh(4, replicate=2), Mesh(2, replicate=2), Mesh(1)
+    for steps, mesh in enumerate(meshes, 1):
+        said = run("glm", mesh, f"train.max_steps={steps}", "checkpoint.keep=9")
         assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
-    manifest = json.loads(
-        (run_dir / "checkpoints/checkpoint_0000002/manifest.json").read_text(encoding="utf-8")
-    )
+    manifest = json.loads((checkpoint(tmp_path / "run", 2) / "manifest.json").read_text("utf-8"))
     assert manifest["world"]["mesh"] == {"replicate": 2, "shard": 2}
-    check(run_dir, expected["glm"])
+    assert_same_steps(tmp_path / "run", plain("glm"))
+    assert_same_weights(tmp_path / "run", plain("glm"))
 
 
 def run_and_count_copies(
@@ -169,20 +123,22 @@ def run_and_count_copies(
     run_script(arguments)
 
 
+def copies_in(said: str) -> set[int]:
+    """The numbers of copies in the steps."""
+    _, *step_parts = said.split("\nStep ")  # a copy after a step's line belongs to the next step
+    return {part.count("A copy") for part in step_parts[:-1]}
+
+
 def on_one_rank(
     model: Path, folder: Path, run: str, *more: str, **options: Any
-) -> tuple[str, list[int], list[tuple[float, float]]]:
-    """Return what four steps said, the copies of each, and their losses and norms."""
-    data = write_jsonl(folder / "train.jsonl", uneven_chats())
-    (folder / "config.yaml").touch()
-    eight = "train.gradient_accumulation_steps=8"
-    given = settings(model, data, folder / run, "train.epochs=4", eight, *more)
-    work = partial(run_and_count_copies, **options)
-    said = finish(on_ranks(1, work, ["--config", "config.yaml", *given], cwd=folder))
+) -> tuple[str, set[int], list[tuple[float, float]]]:
+    """Return what four steps said, the copies in a step, and their losses and norms."""
+    given = [f"train.epochs={STEPS}", *Mesh(1).assignments(), *more]
+    given = on_uneven_chats(model, folder, *given, run=run)
+    said = finish(train(1, *given, cwd=folder, work=partial(run_and_count_copies, **options)))
     assert "Gradients:" not in said
-    _, *step_parts = said.split("\nStep ")  # a copy after a step's line belongs to the next step
     steps = [(line["loss"], line["grad_norm"]) for line in read_metrics(folder / run, "step")]
-    return said, [part.count("A copy") for part in step_parts[:-1]], steps
+    return said, copies_in(said), steps
 
 
 def test_a_world_of_one_copies_its_weights_once_a_step(sharp, tmp_path):
@@ -192,9 +148,9 @@ def test_a_world_of_one_copies_its_weights_once_a_step(sharp, tmp_path):
     _, often, steps = on_one_rank(*given, "often", BFLOAT16, share=0.0)
     assert steps == expected
     groups, micro_batches = 3, 8  # two layers and the root
-    assert set(once) == {groups}
+    assert once == {groups}
     # The root's copies stay from a forward to its backward.
-    assert set(often) == {micro_batches * (2 * groups - 1)}
+    assert often == {micro_batches * (2 * groups - 1)}
 
 
 @pytest.mark.parametrize(
@@ -204,97 +160,58 @@ def test_a_world_of_one_copies_its_weights_once_a_step(sharp, tmp_path):
         pytest.param(
             *("glm", [BFLOAT16, "lora.rank=4", "lora.dropout=0.1"], 3),
             "copied once a step (0.00 GB",
-            marks=pytest.mark.full,
+            marks=FULL,
             id="adapters",
         ),
         pytest.param(
             "glm",
             [BFLOAT16, "model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"],
             *(0, "not copied"),
-            marks=pytest.mark.full,
+            marks=FULL,
             id="bfloat16",
         ),
     ],
 )
 def test_a_world_of_one_copies_no_weight_that_is_stored_as_it_computes(
-    family, more, copies, words, sharp, expected, tmp_path
+    family, more, copies, words, sharp, plain, tmp_path
 ):
     """The numbers are those of copied ones, and the checkpoint, to the last bit."""
     given = sharp[family], tmp_path
-    said, copies_by_step, steps = on_one_rank(*given, "held", *more)
-    assert set(copies_by_step) == {copies} and f"Parameters: whole on each rank, {words}" in said
-    _, copies_by_step, all_copied = on_one_rank(*given, "copied", *more, copies_all=True)
-    assert min(copies_by_step) > copies and steps == all_copied
+    said, in_steps, steps = on_one_rank(*given, "held", *more)
+    assert in_steps == {copies} and f"Parameters: whole on each rank, {words}" in said
+    _, in_steps, all_copied = on_one_rank(*given, "copied", *more, copies_all=True)
+    assert min(in_steps) > copies and steps == all_copied
     held, copied = (
-        digests(checkpoint(tmp_path / name, 4), "*.safetensors") for name in ("held", "copied")
+        digests(checkpoint(tmp_path / name, STEPS), "*.safetensors") for name in ("held", "copied")
     )
     assert held == copied
     if family == "llama":
-        check(tmp_path / "held", expected["llama"])
+        assert_same_steps(tmp_path / "held", plain("llama"))
+        assert_same_weights(tmp_path / "held", plain("llama"))
 
 
-def test_groups_that_have_room_are_gathered_once_a_step(sharp, expected, tmp_path):
+def test_groups_that_have_room_are_gathered_once_a_step(check_exact):
     """These are what stands around the layers, and one layer."""
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    more = ["train.epochs=4", "train.gradient_accumulation_steps=4", "parallel.expert=2"]
-    given = settings(sharp["glm"], data, tmp_path / "run", *more)
-    (tmp_path / "config.yaml").touch()
-    arguments = ["--config", "config.yaml", *given]
-    said = finish(on_ranks(2, run_and_count_copies, arguments, 0.5, FREE, cwd=tmp_path))
-    assert re.search(
-        r"^Parameters: gathered once a step in 2 of 6 groups \(0\.00 GB\), in each forward and "
-        r"each backward in the others \(",
-        said,
-        re.MULTILINE,
-    )
-    _, *step_parts = said.split("\nStep ")
-    copies = {part.count("A copy") for part in step_parts[:-1]}
-    assert copies == {2 + (6 - 2) * 2 * 4}  # in the forward and the backward of micro-batches
-    check(tmp_path / "run", expected["glm"])
+    work = partial(run_and_count_copies, free=FREE)
+    (said,) = check_exact("glm", [Mesh(2, expert=2)], [], work=work)
+    how = r"gathered once a step in 2 of 6 groups \(0\.00 GB\), in each forward and each backward"
+    assert re.search(rf"^Parameters: {how} in the others \(", said, re.MULTILINE)
+    # In the forward and the backward of micro-batches.
+    assert copies_in(said) == {2 + (6 - 2) * 2 * 4}
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp, tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    given = settings(
-        sharp["llama"], tmp_path / "train.jsonl", tmp_path / "run", "parallel.replicate=3"
-    )
-    refused = train(2, *given, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert (
-        "parallel.replicate=3 does not divide the world size, 2 - "
-        in refused.stderr.splitlines()[-1]
-    )
-    require_error_line(refused.stderr.splitlines()[-1])
+    given = on_uneven_chats(sharp["llama"], tmp_path, "parallel.replicate=3")
+    last = refused(train(2, *given, cwd=tmp_path))
+    assert "parallel.replicate=3 does not divide the world size, 2 - " in last
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["full", "selective"])
-def test_layers_computed_again_change_no_number(how, sharp, expected, tmp_path):
-    _, run_dir = run(sharp["glm"], tmp_path, 2, f"model.activation_checkpointing={how}")
-    check(run_dir, expected["glm"])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("family", "checkpointing"), [("llama", "none"), ("glm", "selective")])
-def test_compiled_layers_are_compiled_and_change_no_number(
-    family, checkpointing, sharp, expected, tmp_path
-):
-    more = ["model.compile=true", f"model.activation_checkpointing={checkpointing}"]
-    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
-    (tmp_path / "config.yaml").touch()
-    given = settings(
-        sharp[family], data, run_dir, "train.epochs=4", "train.gradient_accumulation_steps=4", *more
-    )
-    done = on_ranks(
-        2,
-        train_and_count_operations,
-        ["--config", "config.yaml", *given],
-        cwd=tmp_path,
-        timeout_s=900,
-    )
-    finish(done)
-    assert int(re.findall("^Compiled operations: (.+)", done.stdout, re.MULTILINE)[-1]) > 50
-    check(run_dir, expected[family])
+def test_compiled_layers_are_compiled_and_change_no_number(check_exact):
+    more = [COMPILED, SELECTIVE]
+    work = train_and_count_operations
+    (said,) = check_exact("glm", [Mesh(2)], more, work=work, timeout_s=900)
+    assert int(re.findall("^Compiled operations: (.+)", said, re.MULTILINE)[-1]) > 50
 
 
 def train_and_count_operations(arguments: list[str]) -> None:
@@ -311,12 +228,7 @@ def train_and_count_operations(arguments: list[str]) -> None:
 
 @pytest.mark.full
 def test_a_compile_that_fails_names_the_layer(sharp, tmp_path):
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    given = settings(sharp["llama"], data, tmp_path / "run", "model.compile=true")
-    (tmp_path / "config.yaml").touch()
-    failed = launch(0, "--config", "config.yaml", *given, cwd=tmp_path, env={"CXX": "/nowhere/c++"})
-    last = failed.stderr.splitlines()[-1]
-    assert failed.returncode == 1
-    assert re.match(
-        r"ERROR: model\.compile=true: LlamaDecoderLayer cannot be compiled here \(.+\) - ", last
-    ), last
+    given = on_uneven_chats(sharp["llama"], tmp_path, COMPILED)
+    failed = launch(0, f"--config={os.devnull}", *given, cwd=tmp_path, env={"CXX": "/nowhere/c++"})
+    what = r"ERROR: model\.compile=true: LlamaDecoderLayer cannot be compiled here \(.+\) - "
+    assert re.match(what, refused(failed, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pty
@@ -13,14 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, completed, finish, launch, read_metrics
 from helpers.ranks import train
-from helpers.small_runs import MEASURED, checkpoint, digests, names, with_dropout
+from helpers.small_runs import MEASURED, checkpoint, with_dropout
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from shardtune.config_io import load_config, to_dict
 
@@ -159,36 +156,6 @@ def test_the_written_configuration_is_the_one_that_ran(inputs, whole):
     assert text.count("  # command line\n") == 1
 
 
-def test_checkpoints_are_readable_by_safetensors_alone(inputs, whole):
-    checkpoints = sorted((inputs / "runs/config/checkpoints").iterdir())
-    saved = [match[1] for kind, match in contract_lines(whole.stdout) if kind == "saved"]
-    assert [path.name for path in checkpoints] == [f"checkpoint_{step}" for step in saved[-2:]]
-    newest = checkpoints[-1]
-    ranks = ["rank_00000.safetensors", "rank_00001.safetensors"]
-    assert names(newest) == ["COMPLETE", "huggingface", "manifest.json", *ranks]
-    found = digests(newest)
-    assert (newest / "COMPLETE").read_text(encoding="utf-8").strip() == found["manifest.json"]
-
-    manifest = json.loads((newest / "manifest.json").read_bytes())
-    for name, entry in manifest["files"].items():
-        assert entry["bytes"] == (newest / name).stat().st_size
-        assert entry["xxh3_128"] == found[name]
-    parts = {path.name: load_file(path) for path in newest.glob("rank_*")}
-    final = load_file(inputs / "runs/config/model/model.safetensors")
-    assert "lm_head.weight" not in final, "the tied head is stored once"
-    for name, tensor in final.items():
-        described = manifest["tensors"][f"model.{name}"]
-        joined = torch.full(described["shape"], math.nan)
-        for chunk in described["chunks"]:
-            index = tuple(
-                slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True)
-            )
-            joined[index] = parts[chunk["file"]][f"model.{name}"]
-        assert torch.equal(joined, tensor), name
-        moments = {f"optimizer.exp_avg.{name}", f"optimizer.exp_avg_sq.{name}"}
-        assert moments <= manifest["tensors"].keys()
-
-
 def losses(run_dir: Path) -> list[float]:
     return [entry["loss"] for kind in ("step", "eval") for entry in read_metrics(run_dir, kind)]
 
@@ -230,21 +197,6 @@ def test_every_launcher_gives_the_same_run(tmp_path, models):
     expected = losses(tmp_path / "runs/torchrun")
     for name in ("accelerate", "alone"):
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, abs=1e-5), name
-
-
-def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path, models):
-    """One that is some ten times the work of a step, behind each step but the last."""
-    write_inputs(tmp_path, models["llama"])
-    write_jsonl(tmp_path / "eval.jsonl", chats(50, seed=1))
-    seconds = []
-    settings = ("eval.baseline=false", "train.max_steps=3", "export.final=false")
-    for every_steps in (0, 1):
-        each = (f"eval.every_steps={every_steps}", f"run.dir=runs/{every_steps}")
-        finish(train(1, *settings, *each, cwd=tmp_path))
-        steps = read_metrics(tmp_path / f"runs/{every_steps}", "step")
-        seconds.append([step["seconds"] for step in steps[1:]])
-    without, with_evaluations = seconds
-    assert min(with_evaluations) < 3 * max(without)
 
 
 @pytest.mark.full

@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
-from helpers.ranks import on_ranks, run_script, train
+from helpers.ranks import run_script, train
 from helpers.small_runs import (
     CONSTANT,
     SETTINGS,
@@ -25,7 +25,6 @@ from helpers.small_runs import (
     steps_of,
     write_inputs,
 )
-from safetensors.torch import load_file
 
 import shardtune.model.build
 from shardtune.checkpoint import durable_fs
@@ -38,6 +37,7 @@ RESUMABLE = (
     "checkpoint.keep=3",
     "train.max_steps=3",
 )
+RUN_FILES = [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "model", "origins.json"]
 RunAgain = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -124,64 +124,60 @@ MAY_NOT_CHANGE = {
 }
 
 
-REMEDIES = "set it back, or start anew with run.resume=never or another run.dir"
-
-
 def assignments(changes: dict[str, tuple[str, str]]) -> list[str]:
     return [f"{key}={new}" for key, (_, new) in changes.items()]
 
 
 def test_a_resume_says_each_changed_key(tmp_path, run_again):
     said = finish(run_again(*assignments(MAY_CHANGE), ranks=2))
-    changes = [
-        line for line in said.splitlines() if line.startswith("Changed since checkpoint_0000003: ")
-    ]
-    assert sorted(line.split(": ", 1)[1] for line in changes) == sorted(
-        [f"{key} was {old}, is {new}" for key, (old, new) in MAY_CHANGE.items()]
-        + ["world size was 1, is 2"]
-    )
+    changes = re.findall("^Changed since checkpoint_0000003: (.*)$", said, re.MULTILINE)
+    expected = [f"{key} was {old}, is {new}" for key, (old, new) in MAY_CHANGE.items()]
+    assert sorted(changes) == sorted([*expected, "world size was 1, is 2"])
     assert names(tmp_path / "run/checkpoints") == ["checkpoint_0000004"]
 
 
-def test_a_forbidden_change_is_refused_with_both_values_and_both_remedies(tmp_path, run_again):
+@pytest.fixture
+def refusal(tmp_path: Path, run_again: RunAgain) -> RunAgain:
+    """Continue it, and expect that it is refused and left as it is."""
+
+    def refused(*changes: str) -> subprocess.CompletedProcess[str]:
+        before = digests(tmp_path / "run")
+        done = run_again(*changes)
+        assert done.returncode == 2 and digests(tmp_path / "run") == before
+        return done
+
+    return refused
+
+
+def test_a_forbidden_change_is_refused_with_both_values_and_both_remedies(tmp_path, refusal):
     """Before any shard is read: the newest checkpoint would be damaged."""
     flip_a_byte(checkpoint(tmp_path / "run", 3))
-    before = digests(tmp_path / "run")
-    done = run_again(*assignments(MAY_NOT_CHANGE))
-    assert done.returncode == 2 and digests(tmp_path / "run") == before
+    done = refusal(*assignments(MAY_NOT_CHANGE))
     assert "Checking every byte" not in done.stdout
     for key, (old, new) in MAY_NOT_CHANGE.items():
-        assert (
-            f"ERROR: {key} is {new} and was {old} in checkpoint_0000003 - {REMEDIES}\n"
-            in done.stderr
+        what = re.escape(f"{key} is {new} and was {old} in checkpoint_0000003")
+        assert re.search(
+            f"^ERROR: {what} - .*run.resume=never.* run.dir$", done.stderr, re.MULTILINE
         )
     assert done.stderr.count("ERROR: ") == len(MAY_NOT_CHANGE)
 
 
-def test_other_data_is_refused(tmp_path, run_again):
-    before = digests(tmp_path / "run")
+def test_other_data_is_refused(tmp_path, refusal):
     write_jsonl(tmp_path / "train.jsonl", chats(36))
-    done = run_again("train.max_steps=5")
-    assert done.returncode == 2 and digests(tmp_path / "run") == before
-    assert re.search(
-        r"ERROR: the digest of the data is .* and was .* in checkpoint_0000003 - ", done.stderr
-    )
+    digest = r"ERROR: the digest of the data is .* and was .* in checkpoint_0000003 - "
+    assert re.search(digest, refusal("train.max_steps=5").stderr)
 
 
-def test_another_model_is_refused_with_both_values(tmp_path, run_again):
-    before = digests(tmp_path / "run")
+def test_another_model_is_refused_with_both_values(tmp_path, refusal):
     file = tmp_path / "model/config.json"
     old = json.loads(file.read_text(encoding="utf-8"))
     new = {"max_position_embeddings": 4096, "rms_norm_eps": 0.5}
     file.write_text(json.dumps(old | new), encoding="utf-8")
-    done = run_again("train.max_steps=4")
-    assert done.returncode == 2 and digests(tmp_path / "run") == before
-    assert done.stderr.count("ERROR: ") == 2
+    said = refusal("train.max_steps=4").stderr
+    assert said.count("ERROR: ") == 2
     for key, value in new.items():
-        assert (
-            f"ERROR: {key} of the model's config.json is {value} and was {json.dumps(old[key])} "
-            "in checkpoint_0000003 - "
-        ) in done.stderr
+        what = f"{key} of the model's config.json is {value} and was {json.dumps(old[key])} "
+        assert f"ERROR: {what}in checkpoint_0000003 - " in said
 
 
 def flip_a_byte(checkpoint: Path) -> None:
@@ -214,31 +210,22 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, run_again):
     assert steps_of(tmp_path / "run") == undisturbed
 
 
-def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(tmp_path, run_again):
-    for saved, damage in zip(
-        sorted((tmp_path / "run/checkpoints").iterdir()),
-        (flip_a_byte, truncate_manifest, remove_complete),
-        strict=True,
-    ):
-        damage(saved)
-    before = digests(tmp_path / "run")
-    done = run_again("train.max_steps=5")
-    assert done.returncode == 2 and digests(tmp_path / "run") == before
-    errors = done.stderr.splitlines()
-    assert len(errors) == 4 and "run.resume=never" in errors[-1]
-    assert all(
-        name in line
-        for name, line in zip(("COMPLETE", "manifest.json", "rank_00000"), errors, strict=False)
-    )
+def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(tmp_path, refusal):
+    damages = (flip_a_byte, truncate_manifest, remove_complete)
+    for step, damage in enumerate(damages, 1):
+        damage(checkpoint(tmp_path / "run", step))
+    *errors, last = refusal("train.max_steps=5").stderr.splitlines()
+    assert "run.resume=never" in last
+    for name, line in zip(("COMPLETE", "manifest.json", "rank_00000"), errors, strict=True):
+        assert name in line
 
 
-def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again):
+def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again, refusal):
     """All of it, with a save that was prepared and has no name yet."""
     newest = tmp_path / "run/checkpoints/checkpoint_0000003"
     prepared = newest.rename(newest.with_name(".checkpoint_0000003.0123456789ab"))
     before = digests(tmp_path / "run")
-    refused = run_again("run.resume=never", "train.max_steps=1", "data.train=missing.jsonl")
-    assert refused.returncode == 2 and digests(tmp_path / "run") == before
+    refusal("run.resume=never", "train.max_steps=1", "data.train=missing.jsonl")
     before = {
         file.replace(prepared.name, f"{newest.name}.aside1"): digest
         for file, digest in before.items()
@@ -255,9 +242,7 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again):
         }
         assert kept == {file: digest for file, digest in before.items() if file.startswith(name)}
     assert [entry["step"] for entry in read_metrics(tmp_path / "run", "eval")] == [0, 1]
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [
-        "checkpoint_0000001"
-    ]
+    assert names(tmp_path / "run/checkpoints") == ["checkpoint_0000001"]
 
 
 def run_with(environ: dict[str, str], arguments: list[str]) -> None:
@@ -267,15 +252,16 @@ def run_with(environ: dict[str, str], arguments: list[str]) -> None:
 
 @pytest.mark.usefixtures("run_again")
 def test_what_restarts_by_itself_goes_on_or_says_that_it_begins_anew(tmp_path):
-    given = ["--config", "config.yaml", *settings("run.resume=never", "train.max_steps=5")]
-    requeued = {"SLURM_RESTART_COUNT": "1"}
-    said = finish(on_ranks(1, run_with, requeued, given, cwd=tmp_path))
+    def start(environ: dict[str, str]) -> str:
+        given, work = settings("run.resume=never", "train.max_steps=5"), partial(run_with, environ)
+        return finish(train(1, *given, cwd=tmp_path, work=work))
+
+    said = start({"SLURM_RESTART_COUNT": "1"})
     assert "Resumed from checkpoint_0000003" in said and "Moved aside" not in said
-    another = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "8"}  # which had not yet begun
-    said = finish(on_ranks(1, run_with, another, given, cwd=tmp_path))
+    # Of a job that had not yet begun.
+    said = start({"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "8"})
     assert "Resumed" not in said and "Moved aside" in said
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TORCHELASTIC_MAX_RESTARTS": "0"}
-    said = finish(on_ranks(1, run_with, pod, given, cwd=tmp_path))
+    said = start({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TORCHELASTIC_MAX_RESTARTS": "0"})
     assert "WARNING: run.resume=never: KUBERNETES_SERVICE_HOST is set" in said
     assert "Resumed" not in said and "TORCHELASTIC" not in said
 
@@ -285,13 +271,8 @@ def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(tmp_path, run_ag
     undisturbed = steps_of(run_dir)
     said = finish(run_again("run.resume=run/checkpoints/checkpoint_0000001", "train.max_steps=3"))
     assert "Resumed from checkpoint_0000001\n" in said
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
-        "checkpoint_0000001",
-        "checkpoint_0000002",
-        "checkpoint_0000002.aside1",
-        "checkpoint_0000003",
-        "checkpoint_0000003.aside1",
-    ]
+    aside = [f"checkpoint_000000{step}{end}" for step in (2, 3) for end in ("", ".aside1")]
+    assert names(run_dir / "checkpoints") == ["checkpoint_0000001", *aside]
     assert steps_of(run_dir) == undisturbed
 
 
@@ -309,71 +290,19 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path, run_again):
     assert "Finished: checkpoint_0000003" in said and "Moved aside" not in said
     assert steps_of(tmp_path / "other") == undisturbed[1:]
     assert digests(tmp_path / "run") == before
-    assert names(tmp_path / "other") == [
-        ".lock",
-        "checkpoints",
-        "checkpoints.aside1",
-        "config.yaml",
-        "metrics.jsonl",
-        "metrics.jsonl.aside1",
-        "model",
-        "model.aside1",
-        "origins.json",
-    ]
+    aside = [f"{name}.aside1" for name in ("checkpoints", "metrics.jsonl", "model")]
+    assert names(tmp_path / "other") == sorted([*RUN_FILES, *aside])
 
 
-def test_a_named_checkpoint_that_is_none_is_refused(tmp_path, run_again):
+def test_a_named_checkpoint_that_is_none_is_refused(tmp_path, refusal):
     """Also with a name of its own, such as an unfinished save has one that begins with a dot."""
-    mine = Path(
-        shutil.copytree(tmp_path / "run/checkpoints/checkpoint_0000001", tmp_path / ".mine")
-    )
+    mine = Path(shutil.copytree(checkpoint(tmp_path / "run", 1), tmp_path / ".mine"))
     flip_a_byte(mine)
-    before = digests(tmp_path / "run")
-    for name, words in (
-        ("run/checkpoints/checkpoint_0000009", "not a complete"),
-        (".mine", "rank_00000"),
-    ):
-        done = run_again(f"run.resume={name}")
-        assert done.returncode == 2 and words in done.stderr
+    assert "not a complete" in refusal("run.resume=run/checkpoints/checkpoint_0000009").stderr
+    assert "rank_00000" in refusal("run.resume=.mine").stderr
     (mine / "COMPLETE").unlink()
     (mine / "manifest.json").unlink()
-    done = run_again("run.resume=.mine")
-    assert done.returncode == 2 and ".mine: not a complete checkpoint" in done.stderr
-    assert digests(tmp_path / "run") == before
-
-
-def run_with_small_files(arguments: list[str], bytes_per_file: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, resource.RLIM_INFINITY))
-    run_script(arguments)
-
-
-@pytest.mark.parametrize(("max_steps", "what"), [(4, ".* was not saved: "), (3, "")])
-def test_a_full_disk_ends_the_run_which_goes_on_when_there_is_room(
-    max_steps, what, tmp_path, run_again
-):
-    """The run goes on when there is room; at step 3, only the export is left."""
-    run_dir = tmp_path / "run"
-    shutil.rmtree(run_dir / "model")
-    before = digests(run_dir / "checkpoints")
-    arguments = ["--config", "config.yaml", *settings(f"train.max_steps={max_steps}")]
-    full = on_ranks(1, run_with_small_files, arguments, 60_000, cwd=tmp_path)
-    assert full.returncode == 1
-    last = full.stderr.splitlines()[-1]
-    assert re.match(rf"ERROR: {what}rank 0 on \S+: .*File too large.* - ", last)
-    assert digests(run_dir / "checkpoints") == before
-    assert {path.name for path in run_dir.iterdir()} == {
-        ".lock",
-        "checkpoints",
-        "config.yaml",
-        "metrics.jsonl",
-        "origins.json",
-    }
-
-    finish(run_again(f"train.max_steps={max_steps}"))
-    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(
-        range(1, max_steps + 1)
-    )
-    assert load_file(run_dir / "model/model.safetensors")
+    assert ".mine: not a complete checkpoint" in refusal("run.resume=.mine").stderr
 
 
 def test_an_interrupted_save_and_garbled_metrics_leave_nothing_behind(tmp_path, run_again):
@@ -410,8 +339,8 @@ def test_a_finished_run_writes_its_model_again(tmp_path, run_again):
     (deleting / "rank_00001.safetensors").write_bytes(b"half")
 
     def again(dtype: str) -> str:
-        arguments = ["--config", "config.yaml", *settings(f"export.dtype={dtype}")]
-        said = finish(on_ranks(2, run_script_without_a_model, arguments, cwd=tmp_path))
+        given = settings(f"export.dtype={dtype}")
+        said = finish(train(2, *given, cwd=tmp_path, work=run_script_without_a_model))
         assert "\nFinished: checkpoint_0000003 is the last of 3 steps." in said
         return said
 
@@ -423,5 +352,4 @@ def test_a_finished_run_writes_its_model_again(tmp_path, run_again):
     assert exported["dtype"] == "float16"
     assert digests(run_dir / "checkpoints") == checkpoints
     assert (run_dir / "metrics.jsonl").read_bytes() == metrics
-    kept = [name for name in names(run_dir) if not name.startswith("model.aside")]
-    assert kept == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "model", "origins.json"]
+    assert [name for name in names(run_dir) if "aside" not in name] == RUN_FILES

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
-from helpers.ranks import on_ranks, run_script, train
+from helpers.documented import refused
+from helpers.exact import EIGHT_BITS, FULL
+from helpers.ranks import run_script, train
 from transformers import AutoConfig, AutoTokenizer
 
 from shardtune.distributed.host_memory import available_memory
@@ -26,23 +29,11 @@ def run_with_memory(n_bytes: int, arguments: list[str]) -> None:
 
 
 def given(model: Path, folder: Path, *more: str) -> list[str]:
-    """Arguments with which adapters alone are left to save memory."""
-    (folder / "config.yaml").touch()
-    return [
-        "--config=config.yaml",
-        f"model.path={model}",
-        f"data.train={write_jsonl(folder / 'train.jsonl', chats(30))}",
-        "model.compute_dtype=bfloat16",
-        "model.master_dtype=bfloat16",
-        "model.reduce_dtype=bfloat16",
-        "model.activation_checkpointing=full",
-        "optimizer.name=adamw8bit",
-        "data.max_length=128",
-        "train.max_steps=3",
-        "export.final=false",
-        "run.dir=run",
-        *more,
-    ]
+    """Assignments with which adapters alone are left to save memory."""
+    data = f"data.train={write_jsonl(folder / 'train.jsonl', chats(30))}"
+    dtypes = [f"model.{kind}_dtype=bfloat16" for kind in ("compute", "master", "reduce")]
+    usual = ["data.max_length=128", "train.max_steps=3", "export.final=false", "run.dir=run"]
+    return [f"model.path={model}", data, *dtypes, FULL, EIGHT_BITS, *usual, *more]
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would_help(models, tmp_path):
@@ -52,24 +43,20 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(models, tmp_pat
     config.save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "wide")
     arguments = given(tmp_path / "wide", tmp_path, "model.init=random")
-    refused = on_ranks(2, run_with_memory, 2 * 152_000_000, arguments, cwd=tmp_path)
-    assert refused.returncode == 2, refused.stderr
-    assert re.fullmatch(
-        r"ERROR: The run does not fit, \S+ GB do not hold the peak of .+ - use "
-        r"lora\.rank=16( \S+=\S+)* \(.+ GB\), or more or larger devices; run\.ignore_plan=true "
-        r"starts it all the same",
-        refused.stderr.splitlines()[-1],
-    ), refused.stderr
+    work = partial(run_with_memory, 2 * 152_000_000)
+    last = refused(train(2, *arguments, cwd=tmp_path, work=work))
+    help = r"use lora\.rank=16( \S+=\S+)* \(.+ GB\), .+; run\.ignore_plan=true .+"
+    assert re.fullmatch(f"ERROR: The run does not fit, .+ - {help}", last), last
     assert not (tmp_path / "run/checkpoints").exists()
 
 
 @pytest.mark.full
 def test_a_plan_that_is_ignored_is_held_against_the_run(models, tmp_path):
     arguments = given(models["glm"], tmp_path, "run.ignore_plan=true")
-    said = finish(on_ranks(2, run_with_memory, 10_000, arguments, cwd=tmp_path))
+    said = finish(train(2, *arguments, cwd=tmp_path, work=partial(run_with_memory, 10_000)))
     (line,) = re.findall(r"^Plan: .*", said, re.M)
     assert "The run does not fit" in line
-    assert line.endswith("the run starts all the same (run.ignore_plan=true)")
+    assert line.endswith(" (run.ignore_plan=true)")
     check(said, tmp_path / "run", "simulated step", steps=3)
 
 
@@ -79,17 +66,14 @@ def test_a_run_with_a_slow_mesh_names_the_fastest_once(models, tmp_path):
     write_measured(tmp_path / "run", [2], CPU, figures)
     small = ["train.gradient_accumulation_steps=2", "eval.baseline=false"]
     arguments = given(models["llama"], tmp_path, *small)
-    said = finish(on_ranks(2, run_script, arguments, cwd=tmp_path))
+    said = finish(train(2, *arguments, cwd=tmp_path))
     (line,) = re.findall(r"^Mesh: .*", said, re.M)
-    assert re.fullmatch(
-        r"Mesh: a step takes at least (\S+) s, inside a node, by the bandwidths of the preflight, "
-        r"and (\S+) s with shardtune train --processes=2 --config=config\.yaml "
-        r".*parallel\.stages=2 train\.gradient_accumulation_steps=4 .*",
-        line,
-    ), line
+    mesh = r"parallel\.stages=2 train\.gradient_accumulation_steps=4"
+    command = rf"shardtune train --processes=2 --config=config\.yaml .*{mesh} "
+    assert re.match(rf"Mesh: .* (\S+) s, .* and (\S+) s with {command}", line), line
     check(said, tmp_path / "run", "bound from shapes", steps=3)
     write_measured(tmp_path / "other", [2], "NVIDIA L4", figures)
-    said = finish(on_ranks(2, run_script, [*arguments, "run.dir=other"], cwd=tmp_path))
+    said = finish(train(2, *arguments, "run.dir=other", cwd=tmp_path))
     assert "\nMesh: " not in said, "these ranks are no such GPUs"
 
 
@@ -99,23 +83,16 @@ def test_a_model_that_this_machine_does_not_hold_is_refused(models, tmp_path):
     frozen ones with adapters half."""
     width = 4096
     layers = available_memory() // 5 // (4 * width * width)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=AutoConfig.from_pretrained(models["llama"]).vocab_size,
-        hidden_size=width,
-        intermediate_size=16,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        num_hidden_layers=int(layers),
-    )
+    settings = {"hidden_size": width, "intermediate_size": 16, "num_hidden_layers": int(layers)}
+    settings |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 32)
+    settings["vocab_size"] = AutoConfig.from_pretrained(models["llama"]).vocab_size
+    config = AutoConfig.for_model("llama", **settings)
     config.save_pretrained(tmp_path / "large")
     AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "large")
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     model = f"model.path={tmp_path / 'large'}"
     settings = ["model.init=random", "data.train=train.jsonl", "data.max_length=128"]
-    refused = train(1, model, "model.compute_dtype=bfloat16", *settings, cwd=tmp_path)
-    assert refused.returncode == 2, refused.stderr
-    line = refused.stderr.splitlines()[-1]
+    line = refused(train(1, model, "model.compute_dtype=bfloat16", *settings, cwd=tmp_path))
     assert line.startswith("ERROR: The run does not fit, ")
     assert "lora.rank=16 optimizer.lr=0.0001 (" in line
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import moe_families
 from helpers.chats import chats, write_jsonl
-from helpers.commands import read_metrics
-from helpers.plain_training import encode, models_on_demand, settings, sharpen
-from helpers.ranks import on_ranks, run_script, train_each
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from helpers.commands import finish, read_metrics
+from helpers.exact import APART, Mesh
+from helpers.plain_training import encode, on_uneven_chats
+from helpers.ranks import run_script, train
+from transformers import AutoModelForCausalLM
 
 from shardtune.data.chat_encoder import stop_token_ids
 from shardtune.data.prompts import Prompt, choose_prompts
@@ -29,52 +28,37 @@ TOKENS = 6
 SAMPLES = 3
 
 
-@pytest.fixture(scope="module")
-def models(
-    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    def build(family: str) -> Any:
-        return moe_families.build(family, num_key_value_heads=4)
-
-    folder = tmp_path_factory.mktemp("families")
-    return models_on_demand(folder, tokenizer, build, lambda family: sharpen)
-
-
 @pytest.mark.parametrize(
-    ("family", "ranks", "more"),
+    ("family", "mesh", "more"),
     [
-        ("qwen3_moe", 4, ["parallel.stages=2", "parallel.expert=2"]),
+        ("qwen3_moe", Mesh(4, 2, stages=2), []),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("llama", 2, []),
-                ("llama", 1, ["data.packing=false"]),
-                ("llama", 2, ["parallel.context=2"]),
-                ("llama", 4, ["parallel.tensor=2", "parallel.replicate=2"]),
-                ("llama", 4, ["lora.rank=4"]),
-                ("glm4_moe", 4, ["parallel.expert=4"]),
+                ("llama_of_4", Mesh(1), [APART]),
+                ("llama_of_4", Mesh(2, context=2), []),
+                ("llama_of_4", Mesh(4, replicate=2, tensor=2), ["lora.rank=4"]),
+                ("glm4_moe", Mesh(4, 4), []),
             )
         ),
     ],
 )
-def test_answers_are_those_of_generate(family, ranks, more, models, tokenizer, tmp_path):
+def test_answers_are_those_of_generate(family, mesh, more, sharp, tokenizer, tmp_path):
     records = chats(40, seed=3, longest_answer=5)
-    data = write_jsonl(tmp_path / "train.jsonl", records)
     held_out = write_jsonl(tmp_path / "eval.jsonl", records[:SAMPLES])
-    given = settings(models(family), data, tmp_path / "run", f"data.eval={held_out}", *more)
-    given += [f"eval.samples={SAMPLES}", f"eval.sample_tokens={TOKENS}", "train.max_steps=2"]
-    given += ["train.gradient_accumulation_steps=4", "optimizer.lr=1e-3"]
-    train_each([(ranks, given)], tmp_path)
+    given = [f"eval.samples={SAMPLES}", f"eval.sample_tokens={TOKENS}", f"data.eval={held_out}"]
+    given += ["train.max_steps=2", "optimizer.lr=1e-3", *mesh.assignments(*more)]
+    given = on_uneven_chats(sharp[family], tmp_path, *given, records=records)
+    log = finish(train(mesh.ranks, *given, cwd=tmp_path))
     samples = read_metrics(tmp_path / "run", "sample")
     assert [sample["step"] for sample in samples] == [0] * SAMPLES + [2] * SAMPLES
-    weights = (models(family), tmp_path / "run/model")
+    weights = (sharp[family], tmp_path / "run/model")
     for model, answered in zip(weights, (samples[:SAMPLES], samples[SAMPLES:]), strict=True):
         expected = [_generated(model, tokenizer, record) for record in records[:SAMPLES]]
         assert [sample["answer"] for sample in answered] == expected
     prompt, answer = records[0]["messages"][:2]
     assert prompt["content"] in samples[0]["prompt"]
     assert samples[0]["reference"].strip() == answer["content"]
-    log = (tmp_path / "run0.out").read_text(encoding="utf-8")
     assert log.count("after step 2: ") == SAMPLES and "Samples took " in log
     assert len(read_run(tmp_path / "run").of_kind("sample")) == 2 * SAMPLES
 
@@ -132,16 +116,12 @@ def run_with_accuracy(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_an_evaluation_has_each_metric_that_is_named(models, tokenizer, tmp_path):
-    records = chats(12, seed=3)
-    data = write_jsonl(tmp_path / "train.jsonl", records)
-    (tmp_path / "config.yaml").touch()
-    model = models("qwen3_moe")
-    given = settings(model, data, tmp_path / "run", f"data.eval={data}", "train.max_steps=1")
-    arguments = ["--config", "config.yaml", *given, "parallel.stages=2"]
-    arguments += ["train.gradient_accumulation_steps=2"]
-    done = on_ranks(2, run_with_accuracy, arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_an_evaluation_has_each_metric_that_is_named(sharp, tokenizer, tmp_path):
+    records, model = chats(12, seed=3), sharp["qwen3_moe"]
+    given = [f"data.eval={tmp_path}/train.jsonl", "train.max_steps=1", "parallel.stages=2"]
+    given += ["train.gradient_accumulation_steps=2"]
+    given = on_uneven_chats(model, tmp_path, *given, records=records)
+    said = finish(train(2, *given, cwd=tmp_path, work=run_with_accuracy))
     lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     baseline = next(entry for entry in map(json.loads, lines) if entry["kind"] == "eval")
     hits = total = 0
@@ -152,4 +132,4 @@ def test_an_evaluation_has_each_metric_that_is_named(models, tokenizer, tmp_path
         hits += int((chosen == torch.tensor(ids[1:]))[counted].sum())
         total += int(counted.sum())
     assert baseline["tokens"] == total and baseline["accuracy"] == pytest.approx(hits / total)
-    assert f" | Accuracy: {hits / total:.4f}\n" in done.stdout
+    assert f" | Accuracy: {hits / total:.4f}\n" in said

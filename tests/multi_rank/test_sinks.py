@@ -13,52 +13,46 @@ from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import launch, read_metrics
+from helpers.commands import finish, launch, read_metrics
 from helpers.pinned import on_path
 from helpers.ranks import on_ranks, run_script
+from helpers.small_runs import SETTINGS, write_inputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtune.__main__ import run as run_command
 from shardtune.training.observers.sinks import scalars
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-ARGUMENTS = [
-    *(
-        "data.train=train.jsonl",
-        "data.eval=eval.jsonl",
-        "data.max_length=128",
-        "eval.every_steps=2",
-    ),
-    *("optimizer.lr=1e-3", "export.final=false", "model.compute_dtype=float32"),
-    *("train.max_steps=4", "eval.every_steps=2", "checkpoint.every_steps=2"),
-]
+ARGUMENTS = (
+    *SETTINGS,
+    "data.eval=eval.jsonl",
+    "eval.every_steps=2",
+    "export.final=false",
+    "train.max_steps=4",
+    "checkpoint.every_steps=2",
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
-    write_jsonl(tmp_path / "train.jsonl", chats(37))
+    write_inputs(tmp_path, models["llama"])
     write_jsonl(tmp_path / "eval.jsonl", chats(5, seed=1))
-    (tmp_path / "config.yaml").write_text(f"model: {{path: {models['llama']}}}\n", "utf-8")
     return tmp_path
 
 
 def train(folder: Path, *arguments: str, **env: str) -> str:
     given = ["--config", "config.yaml", *ARGUMENTS, *arguments]
     # Forked ranks have the environment that the first of them had.
-    done = (
-        launch(2, *given, cwd=folder, env=env)
-        if env
-        else on_ranks(2, run_script, given, cwd=folder)
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    if env:
+        return finish(launch(2, *given, cwd=folder, env=env))
+    return finish(on_ranks(2, run_script, given, cwd=folder))
 
 
 @pytest.mark.full
 def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder):
     score = ("export.final=true", """export.command=echo '{"em":0.5}'""")
     said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[3, 9]", *score)
-    run = folder / "runs/config"
+    run = folder / "run"
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("score/em")] == [(4, 0.5)]
     for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "perplexity")):
@@ -69,7 +63,7 @@ def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder)
         for (_, value), (_, number) in zip(shown, expected, strict=True):
             assert math.isclose(value, number, rel_tol=1e-6)  # TensorBoard has float32
 
-    assert f"Profiled: steps 3 to 4, in {Path('runs/config/profile')}" in said
+    assert f"Profiled: steps 3 to 4, in {Path('run/profile')}" in said
     names = [f"steps_0000003_0000004_rank_{rank:05d}" for rank in range(2)]
     assert sorted(file.name for file in (run / "profile").iterdir()) == sorted(
         f"{name}{end}" for name in names for end in (".json.gz", ".txt")
@@ -99,11 +93,11 @@ def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder)
 
 def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(folder):
     train(folder, "train.max_steps=1")
-    (folder / "runs/config/tensorboard").write_text("in the way", encoding="utf-8")
+    (folder / "run/tensorboard").write_text("in the way", encoding="utf-8")
     said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[9, 9]")
     assert said.count("TensorBoard failed (") == 1
     assert "logging.profile_steps = [9, 9] has no effect: steps 2 to 4 are left" in said
-    assert len(read_metrics(folder / "runs/config", "step")) == 4
+    assert len(read_metrics(folder / "run", "step")) == 4
 
 
 @pytest.mark.full
@@ -153,7 +147,7 @@ def test_a_run_logs_to_weights_and_biases_offline_and_past_a_dead_server(mode, f
             url = f"http://127.0.0.1:{server.getsockname()[1]}"
             environment = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
         said = train(folder, "logging.wandb=project", **environment)
-    run = folder / "runs/config"
+    run = folder / "run"
     assert len(read_metrics(run, "step")) == 4
     if mode == "offline":
         assert "Weights & Biases" not in said

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,15 @@ import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.documented import QUOTES, is_in
-from helpers.ranks import on_ranks, run_script, train, train_until
+from helpers.ranks import run_script, train
+from helpers.small_runs import SETTINGS
 
 from shardtune.distributed.rank_record import Phase
 from shardtune.model.moe.token_exchange import ExpertExchange
 from shardtune.training import optim, prefetch
 
 ARGUMENTS = (
-    "data.train=train.jsonl",
-    "model.compute_dtype=float32",
-    "data.max_length=128",
+    *SETTINGS,
     "train.epochs=99",
     "train.gradient_accumulation_steps=2",
     "export.final=false",
@@ -58,7 +58,6 @@ def run_with_a_slow_rank(rank: int, work: str, arguments: list[str]) -> None:
     ("ranks", "mesh", "rank", "work"),
     [
         (2, "parallel.replicate=1", 1, "layers"),
-        pytest.param(2, "parallel.replicate=2", 1, "layers", marks=pytest.mark.full),
         pytest.param(4, "parallel.replicate=2", 2, "layers", marks=pytest.mark.full),
         pytest.param(2, "parallel.expert=2", 1, "experts", marks=pytest.mark.full),
         pytest.param(2, "parallel.replicate=1", 0, "data", marks=pytest.mark.full),
@@ -68,10 +67,9 @@ def run_with_a_slow_rank(rank: int, work: str, arguments: list[str]) -> None:
 def test_a_slow_rank_is_named(ranks, mesh, rank, work, tmp_path, models):
     phase, model = SLOWED[work][0], models["glm" if work == "experts" else "llama"]
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    (tmp_path / "config.yaml").touch()
-    arguments = ["--config", "config.yaml", "run.dir=run", f"model.path={model}", mesh]
-    arguments += [*ARGUMENTS, "checkpoint.every_steps=0", "train.max_steps=22"]
-    said = finish(on_ranks(ranks, run_with_a_slow_rank, rank, work, arguments, cwd=tmp_path))
+    given = [*ARGUMENTS, "run.dir=run", f"model.path={model}", mesh, "checkpoint.every_steps=0"]
+    slow = partial(run_with_a_slow_rank, rank, work)
+    said = finish(train(ranks, *given, "train.max_steps=22", cwd=tmp_path, work=slow))
     lines = re.findall(
         r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) "
         r"\(a step: data \S+ s, forward and backward \S+ s, optimizer \S+ s, waiting \S+ s\)$",
@@ -90,18 +88,3 @@ def test_a_slow_rank_is_named(ranks, mesh, rank, work, tmp_path, models):
     steps = read_metrics(tmp_path / "run", "step")[2:]
     waited = sum(step["data_seconds"] for step in steps) / sum(step["seconds"] for step in steps)
     assert 0.5 < waited < 1 if phase == Phase.DATA else 0 < waited < 0.1
-
-
-@pytest.mark.full
-def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path, models):
-    """The run is killed after the report at step 11, and goes on from step 8."""
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = [*ARGUMENTS, f"model.path={models['llama']}", "checkpoint.mode=sync"]
-    arguments += ["checkpoint.every_steps=8"]
-    train_until(13, 0, 2, *arguments, cwd=tmp_path)
-    run_dir = tmp_path / "runs/config"
-    assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [11]
-    done = train(2, *arguments, "train.max_steps=20", cwd=tmp_path)
-    assert "Resumed from checkpoint_0000008" in done.stdout, done.stderr
-    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, 21))
-    assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [19]

@@ -1,5 +1,5 @@
 """Stages of layers: the numbers are those of plain PyTorch, in any mesh, before and after a resume
-on another one."""
+on another one; beside every other setting, the steps and the files of a run without stages."""
 
 from __future__ import annotations
 
@@ -14,89 +14,55 @@ import torch
 import torch.distributed as dist
 from helpers.chats import write_jsonl
 from helpers.commands import finish, read_metrics
+from helpers.exact import (
+    APART,
+    BFLOAT16,
+    EIGHT_BITS,
+    FULL,
+    SELECTIVE,
+    STEPS,
+    TWO_ROWS,
+    Mesh,
+)
 from helpers.plain_training import (
-    Trained,
     assert_same_steps,
     assert_same_weights,
-    encode,
-    plain_training,
-    settings,
-    sharpen,
+    on_uneven_chats,
     uneven_chats,
-    with_weights,
 )
-from helpers.ranks import on_ranks, run_script, train, train_on_nodes
+from helpers.ranks import run_script, train, train_each, train_on_nodes
+from helpers.small_runs import checkpoint
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.training.observers.metrics import Metrics
 from shardtune.training.pipeline import Stage
 from shardtune.training.states import reshard
 
-RATES = (3e-3,) * 4
-
-
-@pytest.fixture(scope="module")
-def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("sharp")
-    return {name: with_weights(path, root / name, sharpen) for name, path in models.items()}
-
-
-@pytest.fixture(scope="module")
-def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict[str, Trained]:
-    records = [encode(tokenizer, record) for record in uneven_chats()]
-    return {name: plain_training(path, records, list(RATES)) for name, path in sharp.items()}
-
-
-def run(model: Path, folder: Path, ranks: int, stages: int, *more: str) -> tuple[str, Path]:
-    """Four steps over all the data; what was said, and the run's folder."""
-    data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
-    given = settings(
-        model,
-        data,
-        run_dir,
-        "train.epochs=4",
-        f"train.gradient_accumulation_steps={8 * stages // ranks}",
-        f"parallel.stages={stages}",
-        *more,
-    )
-    return finish(train(ranks, *given, cwd=folder)), run_dir
-
-
-FULL = pytest.mark.full
+LOW_PRECISION = [BFLOAT16, EIGHT_BITS]
+ADAPTERS = "lora.rank=4"
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "stages", "more"),
+    ("family", "mesh", "more"),
     [
         # The embedding of the first stage is the head of the last one.
-        ("llama", 4, 2, ["model.activation_checkpointing=full"]),
-        pytest.param("glm", 4, 2, ["parallel.expert=2"], marks=FULL),
-        pytest.param("qwen3", 2, 2, [], marks=FULL),
-        pytest.param("llama", 2, 2, ["model.activation_checkpointing=selective"], marks=FULL),
-        pytest.param("glm", 3, 3, [], marks=FULL),
-        pytest.param("glm", 8, 2, ["parallel.expert=2", "parallel.replicate=2"], marks=FULL),
-        pytest.param("qwen3", 4, 2, ["data.packing=false", "train.micro_batch_size=2"], marks=FULL),
+        ("llama", Mesh(4, stages=2), [FULL]),
+        pytest.param("glm", Mesh(3, stages=3), [], marks=pytest.mark.full),
+        pytest.param("glm", Mesh(8, 2, 2, stages=2), [SELECTIVE], marks=pytest.mark.full),
+        pytest.param("qwen3", Mesh(4, stages=2), [APART, TWO_ROWS], marks=pytest.mark.full),
     ],
 )
-def test_stages_equal_plain_pytorch(family, ranks, stages, more, sharp, expected, tmp_path):
-    said, run_dir = run(sharp[family], tmp_path, ranks, stages, *more)
-    assert f" x {ranks // stages} (data ranks) = " in said
+def test_stages_equal_plain_pytorch(family, mesh, more, check_exact, sharp):
+    (said,) = check_exact(family, [mesh], more)
+    assert f" x {mesh.data_ranks} (data ranks) = " in said
     # Rank 0 speaks for all stages.
     size = AutoModelForCausalLM.from_pretrained(sharp[family]).num_parameters()
     assert f"\nParameters: {size:,} | " in said and "left unread" not in said
-    idle = f"({stages} - 1) / ({8 * stages // ranks} + {stages} - 1)"
-    assert re.search(
-        rf"^Stages: {stages}, of layers 0-.* \| Idle: {re.escape(idle)} = ", said, re.M
-    )
-    assert_same_steps(run_dir, expected[family])
-    assert_same_weights(run_dir, expected[family])
+    stages = mesh.stages
+    idle = re.escape(f"({stages} - 1) / ({8 // mesh.data_ranks} + {stages} - 1)")
+    assert re.search(rf"^Stages: {stages}, of layers 0-.* \| Idle: {idle} = ", said, re.M)
 
 
 def run_and_note(arguments: list[str]) -> None:
@@ -141,18 +107,17 @@ def run_and_note(arguments: list[str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (8, 4)])
-def test_passes_receive_early_and_gather_each_layer_once(ranks, stages, models, tmp_path):
+def test_passes_receive_early_and_gather_each_layer_once(models, tmp_path):
     """No layer is gathered for a pass and freed by another before its own has used it."""
     layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
     AutoConfig.from_pretrained(models["qwen3"], **layers).save_pretrained(tmp_path / "deep")
     AutoTokenizer.from_pretrained(models["qwen3"]).save_pretrained(tmp_path / "deep")
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    more = ["model.init=random", "train.gradient_accumulation_steps=4", "train.max_steps=2"]
-    more += [f"parallel.stages={stages}", "export.final=false", f"data.eval={data}"]
-    (tmp_path / "config.yaml").touch()
-    given = ["--config", "config.yaml", *settings(tmp_path / "deep", data, tmp_path / "run", *more)]
-    said = finish(on_ranks(ranks, run_and_note, given, cwd=tmp_path))
+    ranks, stages = 8, 4
+    given = ["model.init=random", "train.gradient_accumulation_steps=4", "train.max_steps=2"]
+    given += [f"parallel.stages={stages}", "export.final=false"]
+    given += [f"data.eval={tmp_path}/train.jsonl"]
+    given = on_uneven_chats(tmp_path / "deep", tmp_path, *given)
+    said = finish(train(ranks, *given, cwd=tmp_path, work=run_and_note))
     (line,) = re.findall(r"^Stages: .*, of layers (.*) \|", said, re.M)
     for stage, part in enumerate(line.split(" and ")):
         first, last = map(int, part.split("-"))
@@ -162,49 +127,52 @@ def test_passes_receive_early_and_gather_each_layer_once(ranks, stages, models, 
         passes = noted.replace("L", "")
         if stage == 0:
             assert (tmp_path / "ahead0").read_text(encoding="utf-8") == "2"
-            assert passes == {2: "ffrbfrbfrbrb", 4: "ffffrbrbrbrb"}[stages]
+            assert passes == "ffffrbrbrbrb"
         if stage == stages - 1:
             assert passes == "rfbrfbrfbrfb"
 
 
-def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(sharp, expected, tmp_path):
-    more = ["parallel.expert=2", "checkpoint.keep=9", "eval.every_steps=1"]
+def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(sharp, plain, tmp_path):
     evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
-    for steps, ranks, stages in ((1, 2, 1), (2, 4, 2), (4, 4, 1)):
-        given = [*more, f"train.max_steps={steps}", f"data.eval={evaluated}"]
-        said, run_dir = run(sharp["glm"], tmp_path, ranks, stages, *given)
-        assert steps == 1 or f"Resumed from checkpoint_{steps // 2:07d}" in said
-    assert_same_steps(run_dir, expected["glm"])
-    assert_same_weights(run_dir, expected["glm"])
-    manifests = [
-        json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        for folder in sorted((run_dir / "checkpoints").iterdir())
-        if folder.name.startswith("checkpoint_")
-    ]
+    meshes = Mesh(2, 2), Mesh(4, 2, stages=2), Mesh(3, stages=3), Mesh(4, 2)
+    for steps, mesh in enumerate(meshes, 1):
+        given = ["checkpoint.keep=9", "eval.every_steps=1", f"data.eval={evaluated}"]
+        given += [f"train.epochs={STEPS}", f"train.max_steps={steps}", *mesh.assignments()]
+        given = on_uneven_chats(sharp["glm"], tmp_path, *given)
+        said = finish(train(mesh.ranks, *given, cwd=tmp_path))
+        assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
+    run_dir = tmp_path / "run"
+    assert_same_steps(run_dir, plain("glm"))
+    assert_same_weights(run_dir, plain("glm"))
     kinds = [
-        {name: (entry["dtype"], entry["shape"]) for name, entry in each["tensors"].items()}
-        for each in manifests
-    ]
-    for each in kinds:
-        assert {name for name in each if not name.startswith("random.")} == {
-            name for name in kinds[0] if not name.startswith("random.")
+        {
+            name: (entry["dtype"], entry["shape"])
+            for name, entry in json.loads((file / "manifest.json").read_text("utf-8"))[
+                "tensors"
+            ].items()
+            if not name.startswith("random.")
         }
+        for file in (checkpoint(run_dir, step) for step in range(1, STEPS + 1))
+    ]
+    assert all(each == kinds[0] != {} for each in kinds)
 
 
 @pytest.mark.full
 def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(sharp, tmp_path):
-    results = {}
+    results = []
+    evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
     for stages in (1, 2):
-        (tmp_path / f"{stages}").mkdir()
-        evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
-        more = [f"data.eval={evaluated}", "eval.every_steps=2", "eval.keep_best=true"]
-        _, run_dir = run(sharp["glm"], tmp_path / f"{stages}", 2 * stages, stages, *more)
-        files = sorted(path.name for path in (run_dir / "best").iterdir())
-        evaluations = [entry["loss"] for entry in read_metrics(run_dir, "eval")]
-        layers = [entry["layers"] for entry in read_metrics(run_dir, "experts")]
+        run, mesh = f"{stages}", Mesh(2 * stages, stages=stages)
+        given = [f"data.eval={evaluated}", "eval.every_steps=2", "eval.keep_best=true"]
+        given += [f"train.epochs={STEPS}", *mesh.assignments()]
+        given = on_uneven_chats(sharp["glm"], tmp_path, *given, run=run)
+        finish(train(mesh.ranks, *given, cwd=tmp_path))
+        files = sorted(path.name for path in (tmp_path / run / "best").iterdir())
+        evaluations = [entry["loss"] for entry in read_metrics(tmp_path / run, "eval")]
+        layers = [entry["layers"] for entry in read_metrics(tmp_path / run, "experts")]
         counts = [[(each["layer"], each["tokens"]) for each in step] for step in layers]
-        results[stages] = (files, counts, evaluations)
-    (*whole, losses), (*staged, staged_losses) = results[1], results[2]
+        results.append((files, counts, evaluations))
+    (*whole, losses), (*staged, staged_losses) = results
     assert staged == whole
     assert staged_losses == pytest.approx(losses, rel=1e-5)
 
@@ -220,12 +188,118 @@ def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(sharp, tmp_
     ],
 )
 def test_impossible_stages_are_refused_by_name(ranks, stages, more, problem, sharp, tmp_path):
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     more = ["train.gradient_accumulation_steps=4", *more, f"parallel.stages={stages}"]
-    given = settings(sharp["llama"], data, tmp_path / "run", *more)
+    given = on_uneven_chats(sharp["llama"], tmp_path, *more)
     nodes = [(tmp_path / f"node{node}", n) for node, n in enumerate(ranks)]
     for folder, _ in nodes:
         folder.mkdir()
     done = train_on_nodes(nodes, *given)
     assert done.returncode == 2, done.stderr[-2000:]
     assert problem in done.stderr
+
+
+# The family, the mesh, the micro-batches of a step, and more.
+LIKE_TWO_RANKS = {
+    "tied in 8 bits": ("deep_tied", Mesh(2, stages=2), 8, LOW_PRECISION),
+    "four stages": ("deep_llama", Mesh(8, stages=4), 4, [SELECTIVE]),
+    "adapters": ("deep_qwen3", Mesh(4, stages=4), 8, [ADAPTERS]),
+    # An epoch has eight rows, and its last step one for each data rank.
+    "last step": ("deep_qwen3", Mesh(4, stages=2), 3, []),
+    "adapters of experts": ("deep_glm", Mesh(4, 2, stages=2), 4, [ADAPTERS, SELECTIVE]),
+    "sixteen ranks": (
+        "deep_deepseek",
+        Mesh(16, 2, 2, stages=4),
+        4,
+        [*LOW_PRECISION, "data.max_length=130"],
+    ),
+    "shared rows in 8 bits": ("qwen3_moe", Mesh(4, 2, context=4), 8, LOW_PRECISION),
+    "cut matrices in bfloat16": ("qwen3", Mesh(4, tensor=2), 4, [BFLOAT16]),
+    "cut matrices and adapters": ("llama_of_4", Mesh(4, stages=2, tensor=2), 8, [ADAPTERS]),
+}
+
+
+def given(model: Path, folder: Path, run: str, *more: str) -> list[str]:
+    """Six steps or more, clipped, with an evaluation of one or two micro-batches."""
+    evaluated = write_jsonl(folder / "eval.jsonl", uneven_chats()[:5])
+    usual = ["train.epochs=6", "train.max_grad_norm=1.0", f"data.eval={evaluated}"]
+    return on_uneven_chats(model, folder, *usual, *more, run=run)
+
+
+def numbers(run_dir: Path) -> tuple[list[float], list[float], list[float]]:
+    """The losses and the norms of the steps, and the losses of the evaluations."""
+    entries = read_metrics(run_dir, "step")
+    evaluations = [entry["loss"] for entry in read_metrics(run_dir, "eval")]
+    return [e["loss"] for e in entries], [e["grad_norm"] for e in entries], evaluations
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", LIKE_TWO_RANKS)
+def test_a_mesh_takes_the_steps_of_two_ranks(case, sharp, tmp_path):
+    """With what a plain loop does not have. Rounding of the sums over ranks may send a moment or a
+    weight to the next value."""
+    family, mesh, micro_batches, more = LIKE_TWO_RANKS[case]
+    rows = "train.gradient_accumulation_steps="
+    model, alone = sharp[family], f"{rows}{micro_batches * mesh.data_ranks // 2}"
+    own = [*mesh.assignments(), f"{rows}{micro_batches}"]
+    runs = [
+        (2, given(model, tmp_path, "two", *more, alone)),
+        (mesh.ranks, given(model, tmp_path, "mesh", *more, *own)),
+    ]
+    train_each(runs, tmp_path)
+    of_two, of_mesh = (numbers(tmp_path / name) for name in ("two", "mesh"))
+    assert len(of_two[0]) >= 6 and len(set(of_two[0])) == len(of_two[0])
+    bounds = (1e-5, 1e-3, 1e-5) if BFLOAT16 in more else (1e-6, 1e-6, 1e-6)
+    if mesh.context * mesh.tensor > 1:
+        bounds = (1e-4, 1e-3, 1e-4)
+    else:
+        first, expected = ([each[0] for each in of] for of in (of_mesh, of_two))
+        assert first[:2] == pytest.approx(expected[:2], rel=1e-6)
+    for found, expected, rel in zip(of_mesh, of_two, bounds, strict=True):
+        assert found == pytest.approx(expected, rel=rel)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The files of an exported folder, without those that name its checkpoint or its run."""
+    named_after_runs = {"export.json", "README.md"}
+    names = sorted(path.name for path in folder.iterdir() if path.name not in named_after_runs)
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("deep_tied", LOW_PRECISION), ("deep_glm", [ADAPTERS, "parallel.expert=2"])],
+)
+def test_the_same_stages_resume_to_the_bit(family, more, sharp, tmp_path):
+    mesh = [*more, "parallel.stages=2", "train.gradient_accumulation_steps=4"]
+    runs = [
+        (4, given(sharp[family], tmp_path, run, *mesh, f"train.max_steps={number}"))
+        for run, number in (("whole", 6), ("parts", 2), ("parts", 6))
+    ]
+    train_each(runs, tmp_path)
+    assert numbers(tmp_path / "parts")[:2] == numbers(tmp_path / "whole")[:2]
+    assert files(tmp_path / "parts/model") == files(tmp_path / "whole/model")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "exported", "more"),
+    [
+        ("deep_tied", "model", []),
+        ("deep_glm", "model", ["parallel.expert=2", *LOW_PRECISION]),
+        ("deep_deepseek", "adapter", [ADAPTERS]),
+    ],
+)
+def test_what_is_drawn_saved_and_exported_is_that_of_a_run_without_stages(
+    family, exported, more, sharp, tmp_path
+):
+    """Nothing moves the weights, so that each file has the same bytes."""
+    still = ["model.init=random", "optimizer.lr=0", "eval.every_steps=1", "eval.keep_best=true"]
+    still += ["train.max_steps=2", "train.gradient_accumulation_steps=4", *more]
+    runs = []
+    for stages in (1, 4):
+        own = [*still, f"parallel.stages={stages}"]
+        runs.append((2 * stages, given(sharp[family], tmp_path, f"in{stages}", *own)))
+    train_each(runs, tmp_path)
+    for folder in (exported, "best"):
+        assert files(tmp_path / "in4" / folder) == files(tmp_path / "in1" / folder)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, finish
-from helpers.ranks import on_ranks, run_script
+from helpers.ranks import run_script, train
+from helpers.small_runs import SETTINGS, write_inputs
 
 from shardtune import garbage_collection
 from shardtune.training import pipeline
@@ -46,12 +46,9 @@ def run_and_note_collections(arguments: list[str]) -> None:
 
 def on_two_ranks(work: Any, folder: Path, model: Path, *assignments: str) -> None:
     """Run `work` with the arguments of a short run in this folder."""
-    write_jsonl(folder / "train.jsonl", chats(30))
-    (folder / "config.yaml").touch()
-    arguments = ["--config", "config.yaml", f"model.path={model}", "data.train=train.jsonl"]
-    arguments += ["run.dir=run", "data.max_length=128", "export.final=false"]
-    arguments += ["checkpoint.every_steps=0", *assignments]
-    finish(on_ranks(2, work, arguments, cwd=folder))
+    write_inputs(folder, model)
+    given = [*SETTINGS, "export.final=false", "checkpoint.every_steps=0", *assignments]
+    finish(train(2, *given, cwd=folder, work=work))
 
 
 def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(

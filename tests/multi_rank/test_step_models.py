@@ -165,22 +165,16 @@ def test_of_adapters_the_adapter_is_written(folder):
     assert "adapter_config.json" in (folder / "files1").read_text(encoding="utf-8")
 
 
+NO_SCORES = "its last line for {} is no JSON object of numbers"
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (
-            "import sys; print('no such benchmark'); sys.exit(3)",
-            'ended with 3 for {}: "no such ben',
-        ),
-        ('print(\'{"a": "b"}\')', "its last line for {} is no JSON object of numbers"),
-        (
-            "import json; print(json.dumps(dict(a=10**400)))",
-            "its last line for {} is no JSON object of numbers",
-        ),
-        (
-            "import shutil; shutil.rmtree('run/commands')",
-            "its last line for {} is no JSON object of numbers",
-        ),
+        ("import sys; print('no such benchmark'); sys.exit(3)", 'ended with 3 for {}: "no such'),
+        ('print(\'{"a": "b"}\')', NO_SCORES),
+        ("import json; print(json.dumps(dict(a=10**400)))", NO_SCORES),
+        ("import shutil; shutil.rmtree('run/commands')", NO_SCORES),
         ("import time; time.sleep(999)", "is ended for {}, since it took longer than"),
     ],
 )

@@ -32,7 +32,6 @@ GIVEN += ["data.train=unread", "model.activation_checkpointing=full"]
     ("ranks", "family", "assignments"),
     [
         (2, "glm4_moe", ["parallel.expert=2"]),
-        pytest.param(4, "glm4_moe", ["parallel.expert=2"], marks=pytest.mark.full),
         pytest.param(4, "qwen3_moe", ["parallel.expert=4"], marks=pytest.mark.full),
         pytest.param(2, "gpt_oss", [], marks=pytest.mark.full),
         pytest.param(2, "llama", [], marks=pytest.mark.full),

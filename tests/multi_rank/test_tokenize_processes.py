@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY
+from helpers.commands import REPOSITORY, piped
 from helpers.data_run import Run, chat, problems_of, write
 from helpers.pinned import on_path
 
@@ -49,15 +49,9 @@ pytestmark = pytest.mark.usefixtures("cache")
 def start(model: Path, single_process_s: float, *files: Path) -> subprocess.Popen[str]:
     script = files[0].with_name("prepare.py")
     script.write_text(PREPARE)
-    return subprocess.Popen(
-        [sys.executable, script, model, str(single_process_s), *files],
-        env=os.environ | on_path(REPOSITORY),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
+    command = [sys.executable, script, model, str(single_process_s), *files]
+    env = os.environ | on_path(REPOSITORY)
+    return piped(command, model.parent, env, stdin=subprocess.PIPE, process_group=0)
 
 
 def go_together(*processes: subprocess.Popen[str]) -> None:

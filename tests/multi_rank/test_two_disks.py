@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import pytest
 import torch.distributed as dist
 from helpers.commands import finish
 from helpers.faults import Fault, fails, run_with
-from helpers.ranks import on_nodes, run_script, train, train_on_nodes
+from helpers.ranks import run_script, train, train_on_nodes
 from helpers.small_runs import (
     CONSTANT,
     SETTINGS,
+    assert_same_tensors,
     checkpoint,
     close_to,
     digests,
     names,
     steps_of,
+    tensors_of,
     write_inputs,
 )
 from safetensors.torch import load_file
@@ -76,9 +80,25 @@ def last_files(*folders: Path) -> dict[str, str]:
     }
 
 
+def go_on(nodes: Sequence[tuple[Path, int]], *more: str, since: int = 4, last: int = 6) -> str:
+    """Resume from the checkpoint of that step, and return what is said until the last one."""
+    said = finish(train_on_nodes(nodes, *SAVES, f"train.max_steps={last}", *more))
+    assert f"Resumed from checkpoint_{since:07d}\n" in said
+    return said
+
+
+def saved_steps(folder: Path) -> list[str]:
+    """The names of what is neither hidden nor set aside."""
+    listed = names(folder / "run/checkpoints")
+    return [name for name in listed if name[0] != "." and "aside" not in name]
+
+
+def checkpoints_of(*steps: int) -> list[str]:
+    return [f"checkpoint_{step:07d}" for step in steps]
+
+
 def test_a_run_on_two_disks_goes_on_as_on_one(a, b, whole):
-    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+    go_on([(a, 2), (b, 1)])
     assert steps_of(a / "run") == steps_of(whole)
     for step in (2, 4, 6):
         one, other = (digests(checkpoint(folder / "run", step)) for folder in (a, b))
@@ -93,10 +113,8 @@ def test_a_run_on_two_disks_goes_on_as_on_one(a, b, whole):
             "huggingface/tokenizer.json",
         }
     assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
-    exported = digests(a / "run/model")
-    assert exported.pop("export.json") and {"export.json": None} | exported == digests(
-        whole / "model"
-    ) | {"export.json": None}
+    exported, expected = digests(a / "run/model"), digests(whole / "model")
+    assert exported.pop("export.json") and expected.pop("export.json") and exported == expected
     assert names(b / "run") == [".lock", "checkpoints"] and len(names(a / "run")) == 6
 
 
@@ -104,51 +122,35 @@ def test_a_run_on_two_disks_goes_on_as_on_one(a, b, whole):
     "layout",
     [
         [("b", 2), ("a", 1)],
-        pytest.param([("b", 1), ("a", 2)], marks=pytest.mark.full),
         pytest.param([("a", 1), ("b", 2)], marks=pytest.mark.full),
     ],
 )
 def test_ranks_may_find_their_parts_on_another_disk(layout, a, b, whole):
     """After disks are swapped or ranks moved between nodes, the run is the same."""
     nodes = [({"a": a, "b": b}[name], ranks) for name, ranks in layout]
-    done = train_on_nodes(nodes, *SAVES, "train.max_steps=6")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+    said = go_on(nodes)
     is_swapped = nodes[0][0] == b
     assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4 * is_swapped :]
-    assert ("metrics.jsonl: the steps up to 4 are on node 1 (" in done.stdout) == is_swapped
+    assert ("metrics.jsonl: the steps up to 4 are on node 1 (" in said) == is_swapped
     assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
-    assert (nodes[0][0] / "run/model/model.safetensors").read_bytes() == (
-        whole / "model/model.safetensors"
-    ).read_bytes()
+    assert_same_tensors(nodes[0][0] / "run/model", whole / "model")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [{"b": 1, "a": 1}, {"a": 3, "b": 1}, {"a": 1, "c": 1, "b": 2}])
-def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(sizes, tmp_path, models):
-    settings = (*SAVES, "export.final=true")
-
-    def go_on(root: Path, nodes: dict[str, int], last: int) -> str:
-        rows = f"train.gradient_accumulation_steps={12 // sum(nodes.values())}"
-        return finish(
-            train_on_nodes(
-                [(root / name, n) for name, n in nodes.items()],
-                *settings,
-                rows,
-                f"train.max_steps={last}",
-            )
-        )
-
-    for name in {"a", "b", *sizes}:
-        write_inputs(tmp_path / name, models["glm"])
-    write_inputs(tmp_path / "one", models["glm"])
-    go_on(tmp_path, {"a": 2, "b": 1}, 2)
-    assert "Resumed from checkpoint_0000002\n" in go_on(tmp_path, sizes, 4)
-    go_on(tmp_path, {"one": 1}, 4)
-    first = tmp_path / next(iter(sizes))
-    assert steps_of(first / "run")[-2:] == close_to(steps_of(tmp_path / "one/run")[-2:])
-    model, expected = (
-        load_file(folder / "run/model/model.safetensors") for folder in (first, tmp_path / "one")
-    )
+def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(tmp_path, models):
+    nodes = {
+        name: write_inputs(tmp_path / name, models["glm"]) for name in ("a", "b", "c", "alone")
+    }
+    first = [(nodes["a"], 2), (nodes["b"], 1)]
+    then = [(nodes["a"], 1), (nodes["c"], 1), (nodes["b"], 2)]
+    rows = "train.gradient_accumulation_steps="
+    finish(train_on_nodes(first, *SAVES, f"{rows}4", "train.max_steps=2"))
+    go_on(then, f"{rows}3", since=2, last=4)
+    finish(train(1, *SAVES, f"{rows}12", "train.max_steps=4", cwd=nodes["alone"]))
+    run_dirs = nodes["a"] / "run", nodes["alone"] / "run"
+    found, expected = (steps_of(run_dir)[-2:] for run_dir in run_dirs)
+    assert found == close_to(expected)
+    model, expected = (tensors_of(run_dir / "model") for run_dir in run_dirs)
     assert all((model[key] - expected[key]).abs().max().item() < 1e-4 for key in expected)
 
 
@@ -156,9 +158,8 @@ def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(sizes, tmp_path, 
 def test_each_disk_has_the_layers_of_its_own_stage(tmp_path, models):
     a, b = (write_inputs(tmp_path / name, models["llama"]) for name in ("a", "b"))
     settings = (*SAVES, "parallel.stages=2", "train.gradient_accumulation_steps=2")
-    for steps in (2, 4):
-        said = finish(train_on_nodes([(a, 1), (b, 1)], *settings, f"train.max_steps={steps}"))
-    assert "Resumed from checkpoint_0000002\n" in said
+    finish(train_on_nodes([(a, 1), (b, 1)], *settings, "train.max_steps=2"))
+    go_on([(a, 1), (b, 1)], *settings[len(SAVES) :], since=2, last=4)
     parts = [checkpoint(folder / "run", 4) for folder in (a, b)]
     one, other = (
         set(re.findall(r"\.layers\.(\d+)\.", " ".join(load_file(next(part.glob("rank_*"))))))
@@ -185,37 +186,21 @@ def test_a_node_whose_part_is_gone_is_named(a, b, tmp_path, models):
     assert "run.resume=never" in done.stderr.splitlines()[-1]
 
     shutil.copytree(checkpoint(b / "run", 2), checkpoint(new / "run", 2))
-    done = train_on_nodes([(a, 2), (new, 1)], *SAVES, "train.max_steps=6")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert (
-        f"Not accepted: checkpoint_0000004: rank_00002.safetensors, written on node 1 ({host})"
-        in done.stdout
-    )
-    aside = {
-        f"checkpoint_0000004.aside1/{name}"
-        for name in names(checkpoint(a / "run", 4))
-        if "." in name
-    }
-    assert (
-        aside - {"checkpoint_0000004.aside1/huggingface"} <= digests(a / "run/checkpoints").keys()
-    )
+    said = go_on([(a, 2), (new, 1)], since=2)
+    assert f"Not accepted: checkpoint_0000004: {missing.partition(', is')[0]}" in said
+    assert names(checkpoint(a / "run", 4).with_suffix(".aside1")) == names(checkpoint(a / "run", 4))
 
 
-@pytest.mark.parametrize(
-    "renamed", ["a", *(pytest.param(each, marks=pytest.mark.full) for each in ("b", "none"))]
-)
+@pytest.mark.parametrize("renamed", ["a", pytest.param("none", marks=pytest.mark.full)])
 def test_a_crash_between_the_phases_rolls_forward(renamed, a, b, whole):
     """Prepared everywhere, and renamed on one disk or on none."""
     for folder in (a, b):
         if folder.name != renamed:
             checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / STAGING)
-    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+    go_on([(a, 2), (b, 1)])
     assert steps_of(a / "run") == steps_of(whole)
     for folder in (a, b):
-        assert names(folder / "run/checkpoints") == [
-            f"checkpoint_000000{step}" for step in (2, 4, 6)
-        ]
+        assert names(folder / "run/checkpoints") == checkpoints_of(2, 4, 6)
 
 
 @pytest.mark.full
@@ -225,34 +210,27 @@ def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a, b):
     parts = digests(b / "run/checkpoints" / STAGING)
     damaged = checkpoint(a / "run", 4) / "rank_00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=3")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+    go_on([(a, 2), (b, 1)], since=2, last=3)
     for folder in (a, b):
         assert (folder / "run/checkpoints/checkpoint_0000004.aside1").is_dir()
     assert digests(b / "run/checkpoints/checkpoint_0000004.aside1") == parts
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lacks", ["COMPLETE", "everything"])
-def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(lacks, a, b, whole):
+def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(a, b, whole):
     """Only once the run resumes from another; a prepared part is moved aside."""
     for folder in (a, b):
         checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / STAGING)
-    if lacks == "COMPLETE":
-        (b / "run/checkpoints" / STAGING / "COMPLETE").unlink()
-    else:
-        shutil.rmtree(b / "run/checkpoints" / STAGING)
+    (b / "run/checkpoints" / STAGING / "COMPLETE").unlink()
     before = [digests(folder / "run") for folder in (a, b)]
     refused = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6", "run.seed=7")
     assert refused.returncode == 2 and [digests(folder / "run") for folder in (a, b)] == before
 
-    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert "Not accepted: checkpoint_0000004: rank_00002.safetensors" in done.stdout
+    said = go_on([(a, 2), (b, 1)], since=2)
+    assert "Not accepted: checkpoint_0000004: rank_00002.safetensors" in said
     assert steps_of(a / "run") == steps_of(whole)
     for folder in (a, b):
-        kept = [name for name in names(folder / "run/checkpoints") if "aside" not in name]
-        assert kept == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
+        assert saved_steps(folder) == checkpoints_of(2, 4, 6)
     assert "COMPLETE" in names(checkpoint(a / "run", 4).with_suffix(".aside1"))
     assert not checkpoint(b / "run", 4).with_suffix(".aside1").exists()
 
@@ -268,11 +246,12 @@ def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a, b, whole):
     assert steps_of(a / "run") == steps_of(whole)
 
 
-def die_at_the_last_rename(arguments: list[str], node: str) -> None:
+def die_at_the_last_rename(arguments: list[str]) -> None:
+    """On the first node."""
     rename = durable_fs.rename
 
     def die(old: Path, new: Path) -> None:
-        if new.name == "checkpoint_0000006" and os.environ["GROUP_RANK"] == node:
+        if new.name == "checkpoint_0000006" and os.environ["GROUP_RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         rename(old, new)
 
@@ -280,29 +259,19 @@ def die_at_the_last_rename(arguments: list[str], node: str) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("node", ["0", pytest.param("1", marks=pytest.mark.full)])
-def test_a_node_that_dies_before_its_last_rename_loses_no_step(node, a, b, whole):
-    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
-    killed = on_nodes([(a, 2), (b, 1)], die_at_the_last_rename, arguments, node)
+def test_a_node_that_dies_before_its_last_rename_loses_no_step(a, b, whole):
+    nodes, given = [(a, 2), (b, 1)], (*SAVES, "train.max_steps=6")
+    killed = train_on_nodes(nodes, *given, work=die_at_the_last_rename)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert any(
-        name.startswith(".checkpoint_0000006.")
-        for name in names((a, b)[int(node)] / "run/checkpoints")
-    )
-    again = on_nodes([(a, 2), (b, 1)], run_script, arguments)
-    assert again.returncode == 0 and "Finished: checkpoint_0000006" in again.stdout, again.stderr
+    assert list((a / "run/checkpoints").glob(".checkpoint_0000006.*"))
+    assert "Finished: checkpoint_0000006" in finish(train_on_nodes(nodes, *given))
     assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
-    assert (a / "run/model/model.safetensors").read_bytes() == (
-        whole / "model/model.safetensors"
-    ).read_bytes()
+    assert_same_tensors(a / "run/model", whole / "model")
 
 
 def test_verify_and_export_take_all_parts(a, b, tmp_path, capsys):
-    one, other, older = (
-        str(checkpoint(a / "run", 4)),
-        str(checkpoint(b / "run", 4)),
-        str(checkpoint(b / "run", 2)),
-    )
+    of = ((a, 4), (b, 4), (b, 2))
+    one, other, older = (str(checkpoint(folder / "run", step)) for folder, step in of)
     written = []
     for number, parts in enumerate(([one, other], [other, one])):
         assert run(["verify", *parts]) == 0
@@ -334,13 +303,11 @@ def test_verify_reads_the_copies_of_all_parts(a, b, capsys):
         assert f"ERROR: {copy}: " in capsys.readouterr().err
 
 
-def spoil(of: Checkpoint, rank: int, damage: str) -> None:
+def spoil(of: Checkpoint, rank: int, is_missing: bool) -> None:
     """The file of one rank, by a process that sees it, before any other goes on."""
     file = Path(f"run/checkpoints/{of.name}/rank_{rank:05d}.safetensors")
-    if os.environ["RANK"] == "2" and damage == "missing":
+    if os.environ["RANK"] == "2" and is_missing:
         file.unlink()
-    elif os.environ["RANK"] == "2" and damage == "truncated":
-        os.truncate(file, 3000)
     elif os.environ["RANK"] == "2":
         content = bytearray(file.read_bytes())
         chunk = next(chunk for chunk in of.chunks[SPOILT] if chunk.file == file.name)
@@ -349,41 +316,34 @@ def spoil(of: Checkpoint, rank: int, damage: str) -> None:
     dist.barrier()
 
 
-def damage_before_the_export(arguments: list[str], damage: str) -> None:
+def damage_before_the_export(arguments: list[str], is_missing: bool) -> None:
     """Between the last save and the final model, on the second node's disk."""
     finish = Saver.finish
 
     def finish_and_damage(saver: Saver) -> Checkpoint:
         done = finish(saver)
-        spoil(done, 2, damage)
+        spoil(done, 2, is_missing)
         return done
 
     Saver.finish = finish_and_damage
     run_script(arguments)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "flipped",
-        *(pytest.param(damage, marks=pytest.mark.full) for damage in ("truncated", "missing")),
-    ],
-)
-def test_no_rank_waits_for_a_damaged_part(damage, a, b):
-    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
-    done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage)
+@pytest.mark.parametrize("is_missing", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_no_rank_waits_for_a_damaged_part(is_missing, a, b):
+    work = partial(damage_before_the_export, is_missing=is_missing)
+    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6", work=work)
     assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
     assert not (a / "run/model").exists()
-    if damage == "flipped":
-        assert f"tensor {SPOILT} is damaged" in done.stderr.splitlines()[-1]
+    assert is_missing or f"tensor {SPOILT} is damaged" in done.stderr.splitlines()[-1]
 
 
-def damage_before_the_load(arguments: list[str], damage: str) -> None:
+def damage_before_the_load(arguments: list[str], is_missing: bool) -> None:
     """Between the check of every byte and the load."""
     load = shardtune.checkpoint.load_checkpoint
 
     def damage_and_load(found: Checkpoint, *rest: Any) -> None:
-        spoil(found, 0, damage)
+        spoil(found, 0, is_missing)
         load(found, *rest)
 
     shardtune.checkpoint.load_checkpoint = damage_and_load
@@ -391,30 +351,20 @@ def damage_before_the_load(arguments: list[str], damage: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (
-            "flipped",
-            f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is damaged",
-        ),
-        (
-            "missing",
-            "FileNotFoundError: rank_00000.safetensors is in none of .*/checkpoint_0000004",
-        ),
-    ],
-)
-def test_damage_between_check_and_load_ends_all_ranks(damage, said, a, b):
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_damage_between_check_and_load_ends_all_ranks(is_missing, a, b):
     """The disks were swapped: the ranks wait for what the other node sends."""
-    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
-    done = on_nodes([(b, 2), (a, 1)], damage_before_the_load, arguments, damage)
+    work = partial(damage_before_the_load, is_missing=is_missing)
+    done = train_on_nodes([(b, 2), (a, 1)], *SAVES, "train.max_steps=6", work=work)
     assert done.returncode == 1 and "Step " not in done.stdout
-    assert re.match(
-        rf"ERROR: rank 2 on \S+: {said}, in loading the model - ", done.stderr.splitlines()[-1]
-    )
+    said = f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is damaged"
+    if is_missing:
+        said = "FileNotFoundError: rank_00000.safetensors is in none of .*/checkpoint_0000004"
+    last = done.stderr.splitlines()[-1]
+    assert re.match(rf"ERROR: rank 2 on \S+: {said}, in loading the model - ", last), last
 
 
-KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
+KEEP_2 = ("checkpoint.keep=2", "export.final=false")
 
 
 @pytest.mark.full
@@ -426,24 +376,16 @@ def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(a, b, tmp_path):
     new = write_inputs(tmp_path / "new", a / "model", dropout=0.2)
     for file in checkpoint(b / "run", 4).glob("rank_*"):
         shutil.copy(file, checkpoint(a / "run", 4))
-    for last, of_new, of_old in ((6, [6], [2, 4, 6]), (8, [6, 8], [6, 8])):
-        done = train_on_nodes([(new, 1), (a, 2)], *KEEP_2, f"train.max_steps={last}")
-        assert (
-            done.returncode == 0 and f"Resumed from checkpoint_000000{last - 2}\n" in done.stdout
-        ), done.stderr
+    for last, of_new, of_old in ((6, (6,), (2, 4, 6)), (8, (6, 8), (6, 8))):
+        go_on([(new, 1), (a, 2)], *KEEP_2, since=last - 2, last=last)
         for folder, steps in ((new, of_new), (a, of_old)):
-            assert names(folder / "run/checkpoints") == [
-                f"checkpoint_000000{step}" for step in steps
-            ]
+            assert names(folder / "run/checkpoints") == checkpoints_of(*steps)
 
 
 def test_a_checkpoint_that_one_disk_did_not_commit_does_not_count(a, b):
     unnamed = Fault("rename", "*/.checkpoint_0000006.*", fails(errno.EIO), rank=2)
-    arguments = ["--config", "config.yaml", *KEEP_2, "train.max_steps=8"]
-    done = on_nodes([(a, 2), (b, 1)], run_with, [unnamed], arguments)
-    assert done.returncode == 0 and "Not saved: checkpoint_0000006: rank 2 on " in done.stdout, (
-        done.stderr
-    )
+    given, work = (*SAVES, *KEEP_2, "train.max_steps=8"), partial(run_with, [unnamed])
+    said = finish(train_on_nodes([(a, 2), (b, 1)], *given, work=work))
+    assert "Not saved: checkpoint_0000006: rank 2 on " in said
     for folder, steps in ((a, (4, 6, 8)), (b, (4, 8))):
-        named = [name for name in names(folder / "run/checkpoints") if not name.startswith(".")]
-        assert named == [f"checkpoint_000000{step}" for step in steps]
+        assert saved_steps(folder) == checkpoints_of(*steps)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import small_runs
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish
 from helpers.ranks import train
-from helpers.small_runs import checkpoint, digests
+from helpers.small_runs import checkpoint, digests, tensors_of
 from safetensors.torch import load_file, save_file
 
 from shardtune.__main__ import run
@@ -19,13 +20,11 @@ from shardtune.__main__ import run
 EXTRA = "model.layers.3."
 FLOAT32 = ("norm.weight", "e_score_correction_bias", "experts.2.up_proj.weight", "enorm.weight")
 SETTINGS = (
-    "data.train=train.jsonl",
-    "data.max_length=128",
-    "model.compute_dtype=float32",
+    *small_runs.SETTINGS,
+    "model.path=source",
     "scheduler.warmup_ratio=0",
     "optimizer.lr=1e-2",
     "train.max_steps=2",
-    "model.path=source",
 )
 
 
@@ -61,11 +60,6 @@ def publish(model: Path, source: Path) -> None:
     (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = [load_file(file) for file in folder.glob("*.safetensors")]
-    return {name: tensor for tensors in files for name, tensor in tensors.items()}
-
-
 def kinds(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
@@ -81,17 +75,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) ->
     publish(models["glm"], folder / "source")
     write_jsonl(folder / "train.jsonl", chats(20))
     said = finish(train(2, *SETTINGS, cwd=folder))
-    extra = [t for name, t in all_tensors(folder / "source").items() if name.startswith(EXTRA)]
-    line = (
-        f"Copied from {folder / 'source'}: {len(extra)} tensors that training does not load "
-        f"({EXTRA[:-1]} ..., {sum(t.nbytes for t in extra) / 1e9:.2f} GB)\n"
-    )
-    assert line in said
+    extra = [t for name, t in tensors_of(folder / "source").items() if name.startswith(EXTRA)]
+    copied = f"Copied from {folder / 'source'}: {len(extra)} tensors that training does not load ("
+    assert f"{copied}{EXTRA[:-1]} ..., " in said
     return folder
 
 
 def test_every_tensor_of_the_source_comes_back(folder):
-    source, written = all_tensors(folder / "source"), all_tensors(folder / "runs/config/model")
+    source, written = tensors_of(folder / "source"), tensors_of(folder / "runs/config/model")
     assert kinds(written) == kinds(source)
     assert len({tensor.dtype for tensor in source.values()}) == 2
     moved = {name for name, tensor in source.items() if not torch.equal(written[name], tensor)}
@@ -114,7 +105,7 @@ def test_an_export_without_the_source_says_what_it_leaves_out(folder, tmp_path, 
     assert run(["export", saved, str(tmp_path / "with")]) == 0
     assert digests(tmp_path / "with") == digests(folder / "runs/config/model")
     assert run(["export", saved, str(tmp_path / "half"), "--dtype", "float16"]) == 0
-    half, plain = all_tensors(tmp_path / "half"), all_tensors(tmp_path / "with")
+    half, plain = tensors_of(tmp_path / "half"), tensors_of(tmp_path / "with")
     assert (
         half.keys() == plain.keys() and read_config(tmp_path / "half")["torch_dtype"] == "float16"
     )
@@ -131,7 +122,7 @@ def test_an_export_without_the_source_says_what_it_leaves_out(folder, tmp_path, 
     said = capsys.readouterr().out
     assert f"which {folder / 'source'} now lacks" in said
     assert said.count("; config.json now has num_nextn_predict_layers = 0\n") == 1
-    without = all_tensors(tmp_path / "without")
+    without = tensors_of(tmp_path / "without")
     assert without.keys() == {name for name in plain if not name.startswith(EXTRA)}
     assert all(torch.equal(tensor, plain[name]) for name, tensor in without.items())
     config = read_config(tmp_path / "with") | {"num_nextn_predict_layers": 0}
@@ -150,12 +141,11 @@ def test_verify_names_the_damaged_file_of_a_model(folder, tmp_path, capsys):
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         (model / file).write_bytes(flipped)
         assert run(both) == 1
-        remedy = "export the model again, or restore it from a copy"
-        assert capsys.readouterr().err == f"ERROR: {model / file}: is damaged - {remedy}\n"
+        assert capsys.readouterr().err.startswith(f"ERROR: {model / file}: is damaged - ")
         (model / file).write_bytes(content)
     (model / "tokenizer.json").unlink()
     assert run(both) == 1
-    assert capsys.readouterr().err == f"ERROR: {model}/tokenizer.json: is missing - {remedy}\n"
+    assert capsys.readouterr().err.startswith(f"ERROR: {model}/tokenizer.json: is missing - ")
 
 
 def test_tied_weights_that_the_source_has_twice(tmp_path, models):
@@ -166,9 +156,8 @@ def test_tied_weights_that_the_source_has_twice(tmp_path, models):
     tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors")
     write_jsonl(tmp_path / "train.jsonl", chats(20))
-    done = train(1, *SETTINGS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    written = load_file(tmp_path / "runs/config/model/model.safetensors")
+    finish(train(1, *SETTINGS, cwd=tmp_path))
+    written = tensors_of(tmp_path / "runs/config/model")
     assert kinds(written) == kinds(tensors)
     assert torch.equal(written["lm_head.weight"], written["embed_tokens.weight"])
     assert not torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
@@ -176,10 +165,8 @@ def test_tied_weights_that_the_source_has_twice(tmp_path, models):
     save_file(tensors, source / "model.safetensors")
     done = train(1, *SETTINGS, "run.dir=other", cwd=tmp_path)
     assert done.returncode == 2 and "Parameters:" not in done.stdout
-    assert done.stderr == (
-        f"ERROR: model.path={source}: its config.json ties embed_tokens.weight and lm_head.weight, "
-        "which differ in its files - set tie_word_embeddings to false there, in a copy\n"
-    )
+    ties = "its config.json ties embed_tokens.weight and lm_head.weight, which differ in its files"
+    assert done.stderr.startswith(f"ERROR: model.path={source}: {ties} - ")
 
 
 def test_names_that_fit_nothing_are_refused(tmp_path, models, capsys):
@@ -191,11 +178,8 @@ def test_names_that_fit_nothing_are_refused(tmp_path, models, capsys):
     write_jsonl(tmp_path / "train.jsonl", chats(20))
     done = train(1, *SETTINGS, cwd=tmp_path)
     assert done.returncode == 2 and "Parameters:" not in done.stdout
-    assert done.stderr == (
-        f"ERROR: model.path={source}: its files have no model.norm.weight of shape [32] "
-        "(1 tensors in all), nor any other name by which transformers finds it - name a model "
-        "whose files fit its config.json\n"
-    )
+    lacks = "its files have no model.norm.weight of shape [32] (1 tensors in all)"
+    assert done.stderr.startswith(f"ERROR: model.path={source}: {lacks}")
     (tmp_path / "config.yaml").touch()
     given = [*SETTINGS, f"model.path={source}", f"data.train={tmp_path}/train.jsonl"]
     assert run(["plan", f"--config={tmp_path}/config.yaml", *given]) == 2
