@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.data_run import Run, chat, problems_of, save_model, write
-from helpers.stock_templates import END, TOOL, stock_models, trained, turn
+from helpers.stock_templates import END, TOOL, chatml, stock_models, trained, turn
 
 from shardtune.data.records import check_record
 
@@ -49,22 +49,20 @@ def test_marks_of_other_tools_leave_answers_untrained(form, no, yes, models, tmp
         record = {"prompt": messages[:1], "completion": messages[1:]}
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
     assert trained(run) == [f"Yes.{END}"]
-    mark = next(iter(no))
-    assert f"data.train: answers that their mark {mark} leaves untrained: 1" in run.prepared.lines
+    assert any(f"mark {next(iter(no))} leaves untrained: 1" in line for line in run.prepared.lines)
     assert not [line for line in run.prepared.lines if "nothing reads" in line]
 
 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"loss": "no"}, "messages[1] (assistant): loss is 'no' - write true or 1 to train"),
-        ({"masked": 0.5}, "messages[1] (assistant): masked is 0.5 - write false or 0 to train"),
-        ({"loss": True, "masked": True}, "loss and masked contradict each other - write one"),
-        ({"train_detail": []}, "messages[1] (assistant) has train_detail, which marks characters"),
-        ({"role": "asistant"}, "messages[1].role is 'asistant' - write assistant, or"),
-        ({"role": "tooll"}, "messages[1].role is 'tooll' - write tool, or"),
-        ({"role": "tool_calls"}, "messages[1].role is 'tool_calls' - write tool_call"),
-        ({"tool_call": {"name": "f"}}, "a message has tool_call, which the chat template of"),
+        ({"loss": "no"}, "messages[1] (assistant): loss is 'no'"),
+        ({"masked": 0.5}, "messages[1] (assistant): masked is 0.5"),
+        ({"loss": True, "masked": True}, "loss and masked contradict each other"),
+        ({"train_detail": []}, "messages[1] (assistant) has train_detail"),
+        ({"role": "asistant"}, "'asistant' - write assistant, or"),
+        ({"role": "tool_calls"}, "'tool_calls' - write tool_call"),
+        ({"tool_call": {"name": "f"}}, "a message has tool_call"),
         ({"function_call": {"name": "f"}, "tool_calls": [{}]}, "has function_call and tool_calls"),
         ({"function_call": {"name": "f", "arguments": "{"}}, "arguments is '{' - write a JSON"),
         ({"role": "tool_call"}, "messages[1].content is 'Yes.' - write a JSON object as"),
@@ -130,11 +128,7 @@ def test_turns_of_calls_belong_to_the_answer_before_them(models, tmp_path):
 def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path):
     """One adds text to them, and one would write them as code."""
     write_calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ TEXT }}{% endfor %}"
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        + write_calls
-        + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    template = chatml("{{ m.content }}" + write_calls)
     message = turn("assistant", "", tool_calls=calls(FUNCTION))
     file = write(tmp_path / "a.jsonl", [{"messages": [QUESTIONS[0], message]}])
     said = "tool calls whose arguments the chat template gets as JSON text"
@@ -177,41 +171,42 @@ def test_parts_of_a_text_alone_are_texts(models, tmp_path):
         assert run.texts() == plain.texts()
 
 
-def test_what_stands_around_the_turns_is_read(models, tmp_path):
-    answer = [QUESTIONS[0], turn("assistant", "Yes.")]
-    same = {"messages": [turn("system", "Be short."), *answer]}
-    records: list[dict[str, Any]] = [
-        {"system": "Be short.", "messages": answer},
-        {"system": [{"text": "Be "}, {"text": "short."}], "messages": answer},
-        {"system_prompt": "Be short.", "messages": answer},
-        {"system_prompt": "Be short.", "prompt": answer[:1], "completion": answer[1:]},
-        {"system_prompt": "Be short.", "prompt": answer[:1], "completion": "Yes."},
-        {"system_prompt": "Be short.", "instruction": "Rain?", "output": "Yes."},
-        {"messages": [turn("developer", "Be short."), *answer]},
-    ]
-    for i, record in enumerate(records):
-        plain = Run(models["qwen2_5"], write(tmp_path / f"{i}/a.jsonl", [same]))
-        run = Run(models["qwen2_5"], write(tmp_path / f"{i}/b.jsonl", [record]))
-        assert run.texts() == plain.texts(), record
-    assert any("the role developer, read as system" in line for line in run.prepared.lines)
+SYSTEM, ANSWER = [turn("system", "Be short.")], [QUESTIONS[0], turn("assistant", "Yes.")]
+AROUND: list[dict[str, Any]] = [
+    {"system": "Be short.", "messages": ANSWER},
+    {"system": [{"text": "Be "}, {"text": "short."}], "messages": ANSWER},
+    {"system_prompt": "Be short.", "messages": ANSWER},
+    {"system_prompt": "Be short.", "prompt": ANSWER[:1], "completion": ANSWER[1:]},
+    {"system_prompt": "Be short.", "prompt": ANSWER[:1], "completion": "Yes."},
+    {"system_prompt": "Be short.", "instruction": "Rain?", "output": "Yes."},
+    {"messages": [turn("developer", "Be short."), *ANSWER]},
+    # A text that stands twice is one, and tables hold lists as JSON text.
+    {"system_prompt": "Be short.", "messages": [*SYSTEM, *ANSWER]},
+    {"system": [], "messages": [*SYSTEM, *ANSWER]},
+    {"prompt": json.dumps([*SYSTEM, *ANSWER[:1]]), "completion": json.dumps(ANSWER[1:])},
+    {"prompt": json.dumps([*SYSTEM, *ANSWER[:1]]), "completion": "Yes."},
+]
 
 
-def test_a_history_is_earlier_turns(models, tmp_path):
+@pytest.mark.parametrize("record", AROUND, ids=str)
+def test_what_stands_around_the_turns_is_read(record, models, tmp_path):
+    plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": [*SYSTEM, *ANSWER]}]))
+    run = Run(models["qwen2_5"], write(tmp_path / "b.jsonl", [record]))
+    assert run.texts() == plain.texts()
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_a_history_is_earlier_turns(loss_on, models, tmp_path):
     history = [["Rain?", "Yes."], ["Wind?", "No."]]
-    record = {"instruction": "Snow?", "output": "No.", "system": "Be short.", "history": history}
-    turns = [("Rain?", "Yes."), ("Wind?", "No."), ("Snow?", "No.")]
-    messages = [turn("system", "Be short.")]
-    for question, answer in turns:
+    messages = [*SYSTEM]
+    for question, answer in [*history, ["Snow?", "No."]]:
         messages += [turn("user", question), turn("assistant", answer)]
-    for loss_on in ("assistant", "last"):
-        plain = Run(
-            models["qwen2_5"],
-            write(tmp_path / "a.jsonl", [{"messages": messages}]),
-            loss_on=loss_on,
-        )
-        for each in (history, json.dumps(history)):
-            file = write(tmp_path / "b.jsonl", [record | {"history": each}])
-            assert Run(models["qwen2_5"], file, loss_on=loss_on).texts() == plain.texts()
+    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
+    plain = Run(models["qwen2_5"], file, loss_on=loss_on)
+    for each in (history, json.dumps(history)):
+        record = {"instruction": "Snow?", "output": "No.", "system": "Be short.", "history": each}
+        run = Run(models["qwen2_5"], write(tmp_path / "b.jsonl", [record]), loss_on=loss_on)
+        assert run.texts() == plain.texts()
 
 
 REFUSED = [
@@ -237,25 +232,6 @@ def test_what_a_form_does_not_use_is_refused_with_columns_that_work(
     for columns, remedy in zip(found, remedies, strict=True):
         assert remedy in columns
         assert Run(models["qwen2_5"], file, columns=yaml.safe_load(columns)).texts()
-
-
-def test_tables_hold_prompts_as_json_text(models, tmp_path):
-    prompt = [turn("system", "Be short."), turn("user", "Rain?")]
-    record = {"prompt": prompt, "completion": [turn("assistant", "Yes.")]}
-    plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
-    as_text = {name: json.dumps(value) for name, value in record.items()}
-    for each in (as_text, as_text | {"completion": "Yes."}):
-        run = Run(models["qwen2_5"], write(tmp_path / "b.jsonl", [each]))
-        assert run.texts() == plain.texts()
-
-
-def test_a_system_text_that_stands_twice_is_one(models, tmp_path):
-    messages = [turn("system", "Be short."), *chat("q")["messages"]]
-    plain = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
-    for beside in ({"system_prompt": "Be short."}, {"system": []}):
-        record = {"messages": messages, **beside}
-        run = Run(models["qwen2_5"], write(tmp_path / "b.jsonl", [record]))
-        assert run.texts() == plain.texts()
 
 
 def test_nulls_marks_and_options_change_no_hold_out(models, tmp_path):
@@ -286,8 +262,7 @@ def test_a_mark_that_overrides_the_choice_of_turns_is_said(models, tmp_path):
     file = write(tmp_path / "a.jsonl", [{"messages": messages}])
     run = Run(models["qwen2_5"], file, loss_on="last")
     assert trained(run) == [f"a1{END}a2{END}"]
-    said = "answers that their mark trains, whatever data.loss_on=last says: 1"
-    assert f"data.train: {said}" in run.prepared.lines
+    assert any("whatever data.loss_on=last says: 1" in line for line in run.prepared.lines)
 
 
 def test_columns_and_roles_reach_into_turns(models, tmp_path):
@@ -308,10 +283,8 @@ def test_columns_and_roles_reach_into_turns(models, tmp_path):
 def test_a_context_message_that_is_lost_is_a_warning(models, tmp_path):
     messages = [turn("critic", "Bad."), *chat("Rain?", "Yes.")["messages"]]
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
-    lost = "WARNING: the chat template leaves out the whole text of messages[0] (critic): 1"
-    assert f"data.train: {lost}" in run.prepared.lines
-    other = "data.train: turns of the role critic, taken as context: "
-    assert any(line.startswith(other) for line in run.prepared.lines)
+    said = [line for line in run.prepared.lines if "critic" in line]
+    assert len(said) == 2 and sum("WARNING" in line for line in said) == 1
 
 
 @pytest.mark.parametrize("role", ["function", "observation", "tool_response"])

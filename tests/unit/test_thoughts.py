@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.data_run import Run, chat, problems_of, save_model, write
-from helpers.stock_templates import END, TEMPLATES, TOOL, stock_models, trained, turn
+from helpers.stock_templates import END, TEMPLATES, TOOL, chatml, stock_models, trained, turn
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,8 @@ def test_options_of_a_record_and_of_a_source_reach_the_template(models, tmp_path
     file = write(tmp_path / "a.jsonl", records)
     run = Run(models["qwen3"], file)
     assert trained(run) == [f"Yes.{END}", f"{thought}Yes.{END}"]
-    unread = (
-        "data.train: WARNING: records with the option {}, which the chat template does not read: 1"
-    )
-    assert unread.format("tone") in run.prepared.lines
-    assert unread.format("no") not in run.prepared.lines
+    (unread,) = (line for line in run.prepared.lines if "WARNING: records with the option" in line)
+    assert " tone, " in unread
     plain = [chat("c", "Yes.")]
     sources = [
         {"path": str(write(tmp_path / f"{name}.jsonl", plain)), "template_options": options}
@@ -55,8 +52,7 @@ def test_options_of_a_record_and_of_a_source_reach_the_template(models, tmp_path
     ]
     run = Run(models["qwen3"], sources)
     assert trained(run) == [f"Yes.{END}", f"<think>\n\n</think>\n\nYes.{END}"]
-    empty = "answers that train an empty thought; data.template_options={enable_thinking: false}"
-    assert any(empty in line for line in run.prepared.lines)
+    assert any("data.template_options={enable_thinking: false}" in s for s in run.prepared.lines)
     taken = write(tmp_path / "t.jsonl", [chat("q", chat_template_kwargs={"tools": []})])
     assert "chat_template_kwargs.tools: the template gets" in problems_of(models["qwen3"], taken)[0]
 
@@ -66,12 +62,10 @@ def test_parts_of_thinking_are_trained(models, tmp_path):
     parts = [{"type": "thinking", "thinking": "Often."}, {"type": "text", "text": "Yes."}]
     file = write(tmp_path / "a.jsonl", [chat("q", parts)])
     assert trained(Run(models["qwen3"], file)) == [f"<think>\nOften.\n</think>\n\nYes.{END}"]
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
-        "{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'thinking' %}"
-        "[T]{{ p.thinking }}[/T]"
-        "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = chatml(
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'thinking' %}[T]{{ p.thinking }}[/T]{% else %}{{ p.text }}{% endif %}"
+        "{% endfor %}{% endif %}"
     )
     model = save_model(tmp_path / "model", template)
     assert trained(Run(model, file)) == [f"[T]Often.[/T]Yes.{END}"]
@@ -82,10 +76,8 @@ def test_parts_of_thinking_are_trained(models, tmp_path):
 
 
 def test_the_key_of_reasoning_that_a_template_reads_is_named(tmp_path):
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}<think>"
-        "{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = chatml(
+        "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}"
     )
     model = save_model(tmp_path / "model", template)
     record = chat("q")
@@ -138,9 +130,7 @@ def test_answers_stand_behind_a_prompt_that_the_text_leaves_out(models, tmp_path
         first.startswith(f"{prompt.format('one')}1<turn|>") and f"{prompt.format('two')}2" in second
     )
     (said,) = [line for line in run.prepared.lines if "generation prompt of inference" in line]
-    assert re.search(
-        r"WARNING: .* a sequence per turn: 1 \| tokens added: \d+ - data.loss_on", said
-    )
+    assert re.search(r"WARNING: .*: 1 \| tokens added: \d+ - data.loss_on", said)
     thinking = chat("q")
     thinking["messages"][1]["reasoning"] = "Hm"
     (refused, _) = problems_of(model, write(tmp_path / "b.jsonl", [thinking]))
@@ -166,11 +156,10 @@ CALLS = (
     "{% endfor %}"
 )
 # The prompt closes an empty thought, and thoughts are written beside calls alone, as Gemma 4 does.
-BESIDE_CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls and m.reasoning %}"
-    f"<|channel>thought\n{{{{ m.reasoning }}}}<channel|>{{% endif %}}{{{{ m.content }}}}{CALLS}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "<|channel>thought\n<channel|>{% endif %}"
+BESIDE_CALLS = chatml(
+    "{% if m.tool_calls and m.reasoning %}<|channel>thought\n{{ m.reasoning }}<channel|>{% endif %}"
+    "{{ m.content }}" + CALLS,
+    "<|channel>thought\n<channel|>",
 )
 
 
@@ -186,13 +175,8 @@ def test_a_thought_beside_a_call_is_refused_behind_a_closed_one(tmp_path):
 
 
 # Before an answer without reasoning, each closes an empty thought in its own way.
-IN_TURN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<think></think>"
-OPENED = (
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}",
-    "<think></think>",
-)
-CLOSED = "{% if add_generation_prompt %}<|im_start|>assistant\n</think>{% endif %}", "</think>"
-OTHER = CLOSED[0].replace("</think>", "<think:a></think:a>"), "<think:a></think:a>"
+IN_TURN, OPENED = ("", "<think></think>"), ("<think>", "<think></think>")
+CLOSED, OTHER = ("</think>", "</think>"), ("<think:a></think:a>", "<think:a></think:a>")
 
 
 @pytest.mark.parametrize("template", [IN_TURN, OPENED, CLOSED, OTHER, "qwen3_8"], ids=str)
@@ -201,11 +185,8 @@ def test_a_thought_in_the_content_is_refused_behind_a_closed_one(template, tmp_p
         model = stock_models(tmp_path, template)[template]
     else:
         prompt, empty = template
-        turns = (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-            f"{empty}{{% endif %}}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
-        )
-        model = save_model(tmp_path / "model", turns + prompt)
+        turns = f"{{% if m.role == 'assistant' %}}{empty}{{% endif %}}{{{{ m.content }}}}"
+        model = save_model(tmp_path / "model", chatml(turns, prompt))
     thought = chat("1+1?", "<think>\nOne.\n</think>\n\n2")
     said = problems_of(model, write(tmp_path / "a.jsonl", [thought]))
     assert "reasoning_content" in said[0]
