@@ -50,57 +50,31 @@ GPU = {"name": "H100", "memory": (79e9, 80e9)}
     ("different", "words"),
     [
         ({}, ""),
-        (
-            {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
-            "TORCH_DISTRIBUTED_DEBUG is not set on node 0 (a) and DETAIL on node 1 (b)",
-        ),
+        ({"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}, "TORCH_DISTRIBUTED_DEBUG is not "),
         (
             {"processes": 4, "config": WORLD | {"parallel.replicate": "2", "parallel.expert": "4"}},
-            "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=2 x "
             "parallel.expert=4 does not divide - change GPUS_PER_NODE, or use parallel.expert=3",
         ),
+        ({"config": WORLD | {"parallel.tensor": "16"}}, "tensor=16 lets ranks of two nodes share"),
         ({"config": WORLD | {"new": "null"}}, "new is missing on node 0 (a) and null on node 1"),
         ({"clock_ahead_s": -40.0}, "the clock of node 1 (b) is 40.0 s behind that of node 0 (a)"),
     ],
 )
 def test_nodes_with_different_facts_are_refused(different, words):
     facts = [FACTS, FACTS | different]
-    if "processes" in different:
-        facts[0] = FACTS | {"config": different["config"]}
+    if "new" not in (config := different.get("config", WORLD)):
+        facts[0] = FACTS | {"config": config}
     problems = compare.problems_of(facts, NAMES)
     assert [words in problem for problem in problems] == [True] * bool(different)
     for problem in problems:
         require_error_line(f"ERROR: {problem}")
 
 
-@pytest.mark.parametrize(
-    ("counts", "degrees", "words"),
-    [
-        ([2, 2], {"tensor": 4}, "tensor=4 lets ranks of two nodes share matrices|tensor=2"),
-        ([3, 5], {"tensor": 2}, "tensor=2 lets ranks of two nodes share matrices|tensor=1"),
-        ([2, 2], {"tensor": 2}, ""),
-        ([4, 4], {"tensor": 4, "stages": 2}, ""),
-        ([4, 4], {"tensor": 3}, "parallel.tensor=3 does not divide|parallel.tensor=2"),
-        ([2, 2], {"tensor": 2, "context": 2}, "tensor=2 and parallel.context=2 both cut rows|them"),
-    ],
-)
-def test_nodes_refuse_cut_matrices_before_they_start_ranks(counts, degrees, words):
-    config = WORLD | {f"parallel.{key}": str(degree) for key, degree in degrees.items()}
-    facts = [FACTS | {"config": config, "processes": n} for n in counts]
-    problems = compare.problems_of(facts, NAMES)
-    assert len(problems) == bool(words)
-    for problem in problems:
-        said, _, end = words.partition("|")
-        assert said in problem and problem.endswith(end)
-
-
 def test_a_run_directory_that_only_some_nodes_share_is_refused():
     names = [*NAMES, "node 2 (c)"]
     alone = FACTS | {"shares_run_dir": False}
     (problem,) = compare.problems_of([FACTS, FACTS, alone], names)
-    assert problem.startswith(
-        "run.dir runs/config is one directory on node 0 (a), node 1 (b) and another on node 2 (c)"
-    )
+    assert problem.startswith("run.dir runs/config is one directory on node 0 (a), node 1 (b) and ")
     require_error_line(f"ERROR: {problem}")
     assert not compare.problems_of([FACTS, alone, alone], names)  # each has a disk of its own
 
@@ -121,21 +95,9 @@ def test_the_first_differences_between_nodes_are_said_last():
     [
         ({}, {}, ""),
         ({"warnings": ["/dev/shm has 64 MB"]}, {}, "node 1 (b): /dev/shm has 64 MB"),
-        (
-            {"tuning": {"NCCL_ALGO": "Ring"}},
-            {},
-            "NCCL_ALGO is missing on node 0 (a) and Ring on node 1 (b) - most of these",
-        ),
-        (
-            {},
-            {"flops": [4.6e14, 5.9e14]},
-            "node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s",
-        ),
-        (
-            {},
-            {"transport": "sockets"},
-            "node 1 (b): NCCL uses sockets although RDMA ports are active (mlx5_0:1): steps may be",
-        ),
+        ({"tuning": {"NCCL_ALGO": "Ring"}}, {}, "NCCL_ALGO is missing on node 0 (a) and Ring on "),
+        ({}, {"flops": [4.6e14, 5.9e14]}, "node 1 (b): device 0 is slow"),
+        ({}, {"transport": "sockets"}, "node 1 (b): NCCL uses sockets"),
         ({}, {"flops": [9e14, 6e14]}, ""),  # one that is fast makes the others no slower
         ({"rdma_ports": ""}, {"transport": "sockets"}, ""),
     ],
@@ -150,10 +112,7 @@ def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(fact, figu
     ("different", "words"),
     [
         ({}, ""),
-        (
-            {"gpus": [GPU | {"memory": (9e9, 80e9)}]},
-            "GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (",
-        ),
+        ({"gpus": [GPU | {"memory": (9e9, 80e9)}]}, "GPU 0 has only 9.0 of 80.0 GB free"),
         ({"shm": 64e6}, "/dev/shm has 64 MB"),
         ({"nofile": 256}, "only 256 open files"),
         ({"memlock": 65536}, "only 65536 bytes may be locked"),
@@ -182,10 +141,7 @@ def test_low_limits_of_a_node_are_warned_of(different, words, monkeypatch):
     ],
 )
 def test_the_transport_is_the_one_that_nccl_names(line, transport):
-    log = (
-        f"host:7:7 [0] NCCL INFO Bootstrap: Using lo:127.0.0.1<0>\nhost:7:9 [0] NCCL INFO {line}\n"
-    )
-    assert microbenchmark.transport(log) == transport
+    assert microbenchmark.transport(f"host:7:9 [0] NCCL INFO {line}\n") == transport
 
 
 def test_rdma_ports_are_those_that_the_kernel_calls_active(tmp_path, monkeypatch):
@@ -223,10 +179,7 @@ def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path):
     for package in versions:
         different = FACTS | {"versions": versions | {package: "0.1"}}
         (line,) = compare.problems_of([FACTS | {"versions": versions}, different], ["a", "b"])
-        assert line == (
-            f"{package} is {versions[package]} on a and 0.1 on b - "
-            "install the same requirements.txt on every node"
-        )
+        assert line.startswith(f"{package} is {versions[package]} on a and 0.1 on b - ")
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
@@ -266,9 +219,7 @@ def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
         "data.train: train.jsonl",
         "data.eval: x.arrow",
     ]
-    assert facts["remarks"] == [
-        "model.path=a/b is a name of the hub, and not compared before the run"
-    ]
+    assert [line.partition(" ")[0] for line in facts["remarks"]] == ["model.path=a/b"]
 
 
 def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
