@@ -21,7 +21,7 @@ import shardtune
 from shardtune.__main__ import run
 from shardtune.report.charts import make_charts, network_share, smooth, thin
 from shardtune.report.read_run import read_run
-from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures, spoken
+from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures
 
 CONFIG = "model:\n  path: {}\ntrain:\n  epochs: 3\n"
 
@@ -131,44 +131,32 @@ def test_the_card_sums_up_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (["start"], {"loss": "(no step has ended yet)", "model": "(config.yaml is missing)"}),
-        (["start"], {"waiting": "(one rank waits for no other)", "batch": "1 row of ? tokens"}),
-        (["step"], {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
-        (["step"], {"loss": "not finite at first, not finite at last"}),
-        (
-            ["refused"],
-            {"loss": "(no step has ended yet; step 2 was not taken: its loss is not finite)"},
-        ),
-        (["step", "refused", "later"], {"loss": "not finite at first, 1.0000 at last"}),
-        (["start", "lock"], {"loss": "(the run ended before its first step)"}),
-        (["start", "step", "lock"], {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
-        (["eval"], {"perplexity": "(not finite); a not finite"}),
+        ("start", {"loss": "(no step has ended yet)", "model": "(config.yaml is missing)"}),
+        ("start", {"waiting": "(one rank waits for no other)", "batch": "1 row of ? tokens"}),
+        ("step", {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
+        ("step", {"loss": "not finite at first, not finite at last"}),
+        ("step refused later", {"loss": "not finite at first, 1.0000 at last"}),
+        ("start lock", {"loss": "(the run ended before its first step)"}),
+        ("start step lock", {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
+        ("eval", {"perplexity": "(not finite); a not finite"}),
     ],
 )
 def test_a_figure_that_is_missing_has_its_reason(entries, expected, tmp_path):
+    batch = dict.fromkeys(("data_ranks", "micro_batch_size", "gradient_accumulation_steps"), 1)
     lines = {
-        "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
+        "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1} | batch,
         "step": {"kind": "step", "step": 1, "loss": None, "tokens": 10, "seconds": 2.0},
         "later": {"kind": "step", "step": 2, "loss": 1.0, "tokens": 10, "seconds": 2.0},
         "refused": {"kind": "refused", "step": 2, "loss": None, "grad_norm": None},
         "eval": {"kind": "eval", "step": 0, "perplexity": None, "set": "a"},
     }
-    lines["start"] |= dict.fromkeys(("data_ranks", "micro_batch_size"), 1)
-    lines["start"] |= {"gradient_accumulation_steps": 1}
-    write(tmp_path / "metrics.jsonl", [lines[kind] for kind in entries if kind in lines])
-    if "lock" in entries:
+    kinds = entries.split()
+    write(tmp_path / "metrics.jsonl", [lines[kind] for kind in kinds if kind in lines])
+    if "lock" in kinds:
         (tmp_path / ".lock").touch()
     said = figures(read_run(tmp_path))
     assert {name: said[name] for name in expected} == expected
     assert "" not in said.values()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(2.345, "2.3 s"), (59.6, "1 min"), (7205, "2 h"), (360059, "4 d 4 h"), (math.nan, "years")],
-)
-def test_a_duration_is_said_as_people_say_it(seconds, said):
-    assert spoken(seconds) == said
 
 
 def test_two_runs_share_their_axes(tmp_path, capsys):
@@ -177,7 +165,7 @@ def test_two_runs_share_their_axes(tmp_path, capsys):
     out = tmp_path / "both.html"
     assert report(a, b, "--out", out) == 0
     said = capsys.readouterr().out
-    assert "The models differ, so losses" in said and "a: a/model; b: b/model" in said
+    assert "a: a/model; b: b/model" in said
     page = out.read_text(encoding="utf-8")
     assert "a against b" in page
     overview, _, settings = page.partition('<section id="configuration">')
@@ -248,18 +236,9 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
 
 def test_samples_and_scores_are_shown(tmp_path, capsys):
     asked = {"prompt": "<b>which rank ?</b>", "answer": "node 1", "reference": "node 0"}
-    entries = [{"kind": "sample", "step": step, **asked} for step in (10, 20)]
-    bad = '" onmouseover="alert(1)'
-    entries += [
-        {
-            "kind": "score",
-            "step": step,
-            "model": "m",
-            "seconds": 1.0,
-            "scores": {"exact match": n, bad: 1},
-        }
-        for step, n in ((10, 3), (20, 8))
-    ]
+    bad, score = '" onmouseover="alert(1)', {"kind": "score", "model": "m", "seconds": 1.0}
+    entries: list[Any] = [{"kind": "sample", "step": step, **asked} for step in (10, 20)]
+    entries += [score | {"step": n, "scores": {"exact match": n, bad: 1}} for n in (10, 20)]
     folder = write_run(tmp_path)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in entries)
