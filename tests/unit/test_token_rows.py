@@ -14,8 +14,6 @@ import yaml
 from datasets import Dataset
 from helpers.data_run import Run, chat, problems_of, write
 
-from shardtune.__main__ import run as run_command
-
 ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9]}
 TRAINED = [False, False, True, False, True]
 
@@ -71,53 +69,39 @@ def test_padding_is_cut_off(before, behind, model, tmp_path):
     records.append(padded | {"position_ids": [*range(len(positions))]})
     run = Run(model, write(tmp_path / "a.jsonl", records))
     assert rows(run) == [(ROW["input_ids"], TRAINED)] * 4
-    said = "data.train: rows of tokens whose padding is cut off, where their attention_mask is 0: 4"
-    assert said in run.prepared.lines
+    assert any("attention_mask is 0: 4" in line for line in run.prepared.lines)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"labels": [-100, -100, 8, -100, 9]}, "labels[2] is 8 - write -100, or where it is trained"),
-    ({"labels": [6, 7, 8, 9, -100]}, "labels[0] is 6 - write -100"),  # shifted
-    ({"labels": [-100, -100, 7, -1, 9]}, "labels[3] is -1 - write -100"),
-    ({"labels": [-100, -100, 7.0, -100, 9]}, "labels[2] is 7.0 - write -100"),
-    (
-        {"labels": [-100, -100, 7, -100]},
-        "labels has 4 values, and input_ids 5 - write one for each",
-    ),
-    ({"labels": "no"}, "labels is 'no' - write a list"),
+    ({"labels": [6, 7, 8, 9, -100]}, "labels[0] is 6"),  # shifted
+    ({"labels": [-100, -100, 7, -1, 9]}, "labels[3] is -1"),
+    ({"labels": [-100, -100, 7.0, -100, 9]}, "labels[2] is 7.0"),
+    ({"labels": [-100, -100, 7, -100]}, "labels has 4 values, and input_ids 5"),
+    ({"labels": "no"}, "labels is 'no'"),
     ({"loss_mask": [0, 0, 1, 0]}, "loss_mask has 4 values, and input_ids 5"),
-    ({"loss_mask": [0, 0, 1, 1, 1]}, "labels and loss_mask contradict each other - keep one"),
-    ({"loss_mask": [0, 0, 0.5, 0, 1]}, "loss_mask[2] is 0.5 - write 1 where"),
-    ({"loss_mask": [0, 0, None, 0, 1]}, "loss_mask[2] is null - write 1 where"),
-    ({"attention_mask": [1, 1, 1, 0, 1]}, "attention_mask[3] is 0 - write 1, or 0 for padding"),
-    ({"attention_mask": [1, 1, 1, 1, 2]}, "attention_mask[4] is 2 - write 1, or 0 for padding"),
-    ({"attention_mask": [0] * 5}, "attention_mask is [0, 0, 0, 0, 0] - write 1 where there is"),
+    ({"loss_mask": [0, 0, 1, 1, 1]}, "labels and loss_mask contradict each other"),
+    ({"loss_mask": [0, 0, 0.5, 0, 1]}, "loss_mask[2] is 0.5"),
+    ({"loss_mask": [0, 0, None, 0, 1]}, "loss_mask[2] is null"),
+    ({"attention_mask": [1, 1, 1, 0, 1]}, "attention_mask[3] is 0"),
+    ({"attention_mask": [1, 1, 1, 1, 2]}, "attention_mask[4] is 2"),
+    ({"attention_mask": [0] * 5}, "attention_mask is [0, 0, 0, 0, 0]"),
     ({"attention_mask": [1]}, "attention_mask has 1 values, and input_ids 5"),
-    ({"position_ids": [0, 1, 2, 0, 1]}, "position_ids[3] is 0 - write 0, 1, 2, ..., with a record"),
-    ({"position_ids": [1, 2, 3, 4, 5]}, "position_ids[0] is 1 - write 0, 1, 2, ..., with a record"),
-    ({"input_ids": [5, 6, -7, 8, 9]}, "input_ids[2] is -7 - write the id of a token, an integer"),
-    ({"input_ids": [5, 6, True, 8, 9]}, "input_ids[2] is true - write the id of a token"),
+    ({"position_ids": [0, 1, 2, 0, 1]}, "position_ids[3] is 0"),
+    ({"position_ids": [1, 2, 3, 4, 5]}, "position_ids[0] is 1"),
+    ({"input_ids": [5, 6, -7, 8, 9]}, "input_ids[2] is -7"),
+    ({"input_ids": [5, 6, True, 8, 9]}, "input_ids[2] is true"),
     ({"input_ids": [[5, 6, 7, 8, 9]]}, "labels has 5 values, and input_ids 1"),
-    ({"input_ids": []}, "input_ids is [] - write a list"),
-    ({"input_ids": 5}, "input_ids is 5 - write a list"),
-    (
-        {"input_ids": [300] * 5, "labels": [300] * 5},
-        "has the token 300, and the largest one of the",
-    ),
-    (
-        {"labels": None},
-        "has input_ids without labels or loss_mask, which say what is trained - add one of them, "
-        "or write data.loss_on=all",
-    ),
-    (
-        {"labels": None, "assistant_masks": [0, 0, 1, 0, 1]},
-        'has assistant_masks beside input_ids - write "data.columns={loss_mask: assistant_masks}"',
-    ),
-    (
-        chat("q"),
-        "can be read as messages or as input_ids - say which of these fields not to read, ",
-    ),
-    ({**chat("q"), "input_ids": None, "loss_mask": [0, 1]}, "has loss_mask beside messages, which"),
+    ({"input_ids": []}, "input_ids is []"),
+    ({"input_ids": 5}, "input_ids is 5"),
+    ({"input_ids": [300] * 5, "labels": [300] * 5}, "has the token 300"),
+    ({"labels": None}, "has input_ids without labels or loss_mask"),
+    ({"labels": None, "assistant_masks": [0, 0, 1, 0, 1]}, "has assistant_masks beside input_ids"),
+    (chat("q"), "can be read as messages or as input_ids"),
+    ({**chat("q"), "input_ids": None, "loss_mask": [0, 1]}, "has loss_mask beside messages"),
+    # Documents of a packed row would attend to one another.
+    ({"seq_lengths": [2, 3]}, "has seq_lengths, so the row may hold several"),
+    ({"cu_seqlens": [2, 3]}, "has cu_seqlens, so the row may hold several"),
 ]
 
 
@@ -132,7 +116,7 @@ def test_what_contradicts_is_refused_by_name(more, problem, model, tmp_path):
 
 def test_a_table_of_tokens_is_refused_as_lines_are(model, tmp_path):
     alone = {"input_ids": ROW["input_ids"]}
-    for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}):
+    for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}, {**ROW, "cu_seqlens": [2, 3]}):
         pq.write_table(pa.Table.from_pylist([alone | more]), tmp_path / "a.parquet")
         (in_table, *_), (in_line, *_) = (
             problems_of(model, data)
@@ -159,9 +143,7 @@ def test_texts_keep_the_ids_that_libraries_put_beside_them(model, tmp_path):
     record = {"text": "hello", "input_ids": [5, 6], "attention_mask": [1, 1]}
     run = Run(model, write(tmp_path / "a.jsonl", [record]))
     assert run.texts()[0][0] == "hello<|im_end|>"
-    assert (
-        "data.train: records with the field input_ids, which nothing reads: 1" in run.prepared.lines
-    )
+    assert any("field input_ids, which nothing" in line for line in run.prepared.lines)
 
 
 def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
@@ -182,10 +164,8 @@ def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
     assert rows(Run(model, file, eval_fraction=0.3), "eval") == rows(held, "eval")
     shuffled = Run(model, write(tmp_path / "b.jsonl", tokens[::-1]), eval_fraction=0.3)
     assert rows(shuffled, "eval") == rows(held, "eval")[::-1]
-    assert (
-        Run(model, file, eval=str(file)).prepared.eval[""].lengths.sum()
-        == run.prepared.train.lengths.sum()
-    )
+    evaluated = Run(model, file, eval=str(file)).prepared.eval[""]
+    assert evaluated.lengths.sum() == run.prepared.train.lengths.sum()
 
 
 @pytest.mark.parametrize("overflow", ["turns", "split", "truncate", "drop", "error"])
@@ -195,9 +175,7 @@ def test_rows_that_are_too_long_are_cut_as_texts_are(overflow, model, tmp_path):
     file = write(tmp_path / "a.jsonl", [record, short])
     options = {"overflow": overflow, "max_length": 8}
     if overflow == "error":
-        assert (
-            "has 20 tokens, more than data.max_length=8" in problems_of(model, file, **options)[0]
-        )
+        assert "has 20 tokens, more than" in problems_of(model, file, **options)[0]
         return
     pieces = {"truncate": [range(8)], "drop": []}.get(
         overflow, [range(8), range(7, 15), range(14, 20)]
@@ -206,26 +184,3 @@ def test_rows_that_are_too_long_are_cut_as_texts_are(overflow, model, tmp_path):
     run = Run(model, file, **options)
     assert rows(run) == [*expected, ([1, 2], [False, True])]
     assert any("records longer than data.max_length=8, " in line for line in run.prepared.lines)
-
-
-def test_inspect_data_decodes_the_tokens(model, tmp_path, capsys):
-    plain = Run(model, write(tmp_path / "chats.jsonl", [chat("hello", "fine")]))
-    ((ids, trained),) = rows(plain)
-    data = write(tmp_path / "a.jsonl", [{"input_ids": ids, "loss_mask": trained}])
-    (tmp_path / "run.yaml").write_text(f"model: {{path: {model}}}\ndata: {{train: {data}}}\n")
-    command = ["inspect-data", "--config", str(tmp_path / "run.yaml")]
-    assert run_command([*command, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["input_ids"], shown["trained"]) == (ids, trained)
-
-
-@pytest.mark.parametrize("name", ["seq_lengths", "cu_seqlens"])
-def test_a_packed_row_is_refused(name, model, tmp_path):
-    """Its documents would attend to one another."""
-    record = {**ROW, name: [2, 3]}
-    assert (
-        f"has {name}, so the row may hold several"
-        in problems_of(model, write(tmp_path / "a.jsonl", [record]))[0]
-    )
-    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
-    assert f"has {name}, so the row may hold" in problems_of(model, tmp_path / "a.parquet")[0]
