@@ -27,25 +27,21 @@ def follow(command: str, folder: Path) -> None:
 
 WORDS = ["it's", 'the "one"', "both ' and \"", "plain", "a\\'b", "ünlike"] * 5
 MANY = [
-    pytest.param([{f"{word} {i}": 1, "id": i} for i, word in enumerate(WORDS)], id="fields"),
-    pytest.param([chat(text, tools=text) for text in ("[", "{", '{"a"', "[1", "[]]")], id="tools"),
-    pytest.param([chat([{"text": [word]}]) for word in WORDS], id="contents"),
-    pytest.param([{"messages": [{"role": word, "content": None}]} for word in WORDS], id="roles"),
+    [{f"{word} {i}": 1, "id": i} for i, word in enumerate(WORDS)],
+    [chat(text, tools=text) for text in ("[", "{", '{"a"', "[1", "[]]")],
+    [chat([{"text": [word]}]) for word in WORDS],
+    [{"messages": [{"role": word, "content": None}]} for word in WORDS],
 ]
 
 
-@pytest.mark.parametrize("records", MANY)
-def test_problems_fold_by_shape(records, model, tmp_path):
-    said = problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), *records]))
-    assert len(said) == 2 and said[0].endswith(f"(and {len(records) - 1} more like it)"), said
+NO_JSON = ["{", "}", '{"a"', '{"a": }', '"a" 1', "{'a': 1}", '{"a": "\t"}', '{"a": "\\ud800"}']
 
 
-def test_lines_that_are_no_json_fold(model, tmp_path):
-    file = tmp_path / "a.jsonl"
-    broken = ["{", "}", '{"a"', '{"a": }', '"a" 1', "{'a': 1}", '{"a": "\t"}', '{"a": "\\ud800"}']
-    file.write_text("\n".join([json.dumps(chat("q")), *broken]))
-    said = problems_of(model, file)
-    assert len(said) == 2 and said[0].endswith(f"(and {len(broken) - 1} more like it)"), said
+@pytest.mark.parametrize("lines", [*([*map(json.dumps, each)] for each in MANY), NO_JSON])
+def test_problems_fold_by_shape(lines, model, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(chat("q")), *lines]))
+    said = problems_of(model, tmp_path / "a.jsonl")
+    assert len(said) == 2 and said[0].endswith(f"(and {len(lines) - 1} more like it)"), said
 
 
 def test_what_a_template_says_of_each_record_folds(tmp_path):
@@ -108,10 +104,10 @@ def test_the_command_removes_the_broken_lines(model, tmp_path):
 @pytest.mark.parametrize(
     ("name", "n_good", "n_broken", "offer"),
     [
-        ("a.jsonl", 300, 11, ', or leave them out with "data.on_broken={drop: 0.04}"'),
-        ("a.json", 30, 1, ', or leave them out with "data.on_broken={drop: 0.04}"'),
-        ("a.jsonl.gz", 200, 1, ", or leave them out with data.on_broken=drop"),
-        ("a.jsonl", 60, 40, ""),
+        ("a.jsonl", 300, 11, '"data.on_broken={drop: 0.04}"'),
+        ("a.json", 30, 1, '"data.on_broken={drop: 0.04}"'),
+        ("a.jsonl.gz", 200, 1, "data.on_broken=drop"),
+        ("a.jsonl", 60, 40, "repair or remove them"),
     ],
 )
 def test_other_broken_records_are_dropped_by_their_share(
@@ -122,7 +118,7 @@ def test_other_broken_records_are_dropped_by_their_share(
     if name.endswith(".gz"):
         file.write_bytes(gzip.compress(file.read_bytes()))
     *_, said = problems_of(model, file)
-    assert said.endswith(f"records broken - repair or remove them{offer}")
+    assert " - repair or remove them" in said and said.endswith(offer)
     if "{" in offer:
         assert len(Run(model, file, on_broken={"drop": 0.04}).texts()) == n_good
 
