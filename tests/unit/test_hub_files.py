@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,26 +37,20 @@ def deaf_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deaf_hub")
-def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
-    model, started = ModelConfig(path="acme/tiny"), time.monotonic()
-    refusal = (
-        rf"in the hub's cache, and .* \(.*timed out.*\) - .* into {tmp_path}/cache, or connect"
-    )
+def test_where_the_hub_does_not_answer_its_cache_is_read(models, tmp_path):
+    model, refusal = ModelConfig(path="acme/tiny"), rf"timed out.*\) - .* into {tmp_path}/cache, "
     for read in (
         lambda: files.read_model_config(model, 64),
         lambda: files.fetch_weights(model, model_files.require_index),
     ):
         with pytest.raises(UserError, match=refusal):
             read()
-    assert time.monotonic() - started < 5
-
     folder, commit = tmp_path / "cache/models--acme--tiny", "a" * 40
     shutil.copytree(models["llama"], folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text(commit, encoding="utf-8")
     assert files.read_model_config(model, 64).model_type == "llama"
     assert files.fetch_weights(model, model_files.require_index) == commit
-    assert time.monotonic() - started < 5
 
 
 def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, monkeypatch):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.chats import write_jsonl
@@ -20,38 +18,23 @@ EVALUATIONS = [
     {"kind": "eval", "step": 4, "perplexity": 9.1},
     {"kind": "eval", "step": 4, "perplexity": 8.1, "set": "code"},
 ]
+RUN = {"model": {"path": "acme/base"}, "run": {"dir": "runs/mine"}, "lora": {"rank": 16}}
 STATE = {
-    "config": {
-        "model": {"path": "acme/base"},
-        "run": {"dir": "runs/mine"},
-        "lora": {"rank": 16},
-    },
+    "config": RUN,
     "command": "train_fsdp.py data.train=a|b",
     "sources": [["chats", 1001, 20000], ["code", 7, 70]],
 }
 
 
-def card_of(
-    tmp_path: Path, source: dict[str, Any], state: dict[str, Any] = STATE, step: int = 4
-) -> ModelCard:
-    metrics = write_jsonl(tmp_path / "metrics.jsonl", EVALUATIONS)
-    assets = {SOURCE: json.dumps(source).encode()}
-    return ModelCard(readme(state, assets, metrics, step, "peft"))
-
-
 def test_it_has_base_licence_data_perplexities_and_command(tmp_path):
-    card = card_of(tmp_path, {"path": "acme/base", "license": {"license": "mit"}})
+    metrics = write_jsonl(tmp_path / "metrics.jsonl", EVALUATIONS)
+    source = {"path": "acme/base", "license": {"license": "mit"}}
+    card = ModelCard(readme(STATE, {SOURCE: json.dumps(source).encode()}, metrics, 4, "peft"))
     data = card.data
     assert (data.base_model, data.license, data.library_name) == ("acme/base", "mit", "peft")
-    for row in (
-        "# mine\n",
-        "| Its licence | mit |\n| Trained | LoRA of rank 16, 4 steps |",
-        "| Data | chats: 1,001 records, 20,000 trained tokens |",
-        "| Data | code: 7 records, 70 trained tokens |",
-        "| Held-out perplexity before | 15.9813 |\n| Held-out perplexity after | 9.1000 |",
-        "| Command | train_fsdp.py data.train=a\\|b |",
-    ):
-        assert row in card.text
+    for part in ("# mine\n", "| mit |", "1,001 records", "70 trained tokens", "15.9813", "9.1000"):
+        assert part in card.text
+    assert "| train_fsdp.py data.train=a\\|b |" in card.text
     assert "12.5" not in card.text and "8.1" not in card.text
 
 
@@ -61,7 +44,7 @@ def test_what_is_not_known_is_left_out(tmp_path):
     metrics = tmp_path / "nothing"
     text = readme({"config": folder}, {}, metrics, 4, "transformers")
     assert ModelCard(text).data.to_dict() == {"library_name": "transformers", "tags": ["shardtune"]}
-    assert "| Base model | base |\n| Its licence | not named in its files |" in text
+    assert "| Base model | base |" in text
     assert "secret" not in text and "perplexity" not in text
 
 
