@@ -63,13 +63,11 @@ def require(model_config: PreTrainedConfig) -> None:
     require_composable(Layout(2, stages=2), model_config)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
-def test_stages_of_usual_architectures_compose(family):
-    require(AutoConfig.for_model(family, **SMALL | {"head_dim": 8}))
-
-
-def test_tied_embeddings_compose():
-    require(AutoConfig.for_model("llama", **SMALL | {"tie_word_embeddings": True}))
+def test_stages_of_usual_architectures_compose(family, is_tied):
+    given = SMALL | {"head_dim": 8, "tie_word_embeddings": is_tied}
+    require(AutoConfig.for_model(family, **given))
 
 
 @pytest.mark.parametrize(
