@@ -52,14 +52,6 @@ def test_no_other_file_decides_what_is_a_stack_or_by_which_name_a_setting_goes()
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["p.dim() == 3", "p.dim() > 2", "p.dim() >= 3", "p.dim() < 3", "p.ndim <= 2", "x = 'moe_topk'"],
-)
-def test_a_decision_in_any_spelling_is_found(source):
-    assert [*decisions(source)] and not [*decisions("p.dim() >= 2 and p.dim() == 2")]
-
-
-@pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({"num_attention_heads": 4, "hidden_size": 32}, Heads(4, 4, 8, 8)),
