@@ -1,10 +1,13 @@
-"""`shardtune COMMAND`: exit codes and last lines that every command shares."""
+"""`shardtune COMMAND`: exit codes, last lines, signals and garbage of every command."""
 
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
+import weakref
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from helpers.commands import REPOSITORY, completed
 from shardtune import __main__ as command_line
 from shardtune.__main__ import run
 from shardtune.errors import Aborted, RunFailed, UserError
+from shardtune.imports import imports_without_gc
+from shardtune.training import garbage_collection
 
 WITH_CONFIG = ("train", "plan", "inspect-data")
 
@@ -82,3 +87,57 @@ def test_missing_packages_are_named(module, tmp_path):
     packages = "torch, transformers, pyarrow, accelerate, psutil, pydantic, yaml"
     assert done.stderr.startswith(f"ERROR: {sys.executable} has no {packages} - activate ")
     assert done.stderr.count("\n") == 1
+
+
+PROGRAM = """
+import os, signal, sys, time, weakref
+from shardtune.__main__ import code_of
+from shardtune.distributed.signals import end_on_signal
+
+class Signals:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+
+def work():
+    owner = Signals()
+    weakref.finalize(owner, os.kill, os.getpid(), {number})
+    del owner
+    time.sleep(60)
+
+end_on_signal("before it was done - run it again", code=7)
+sys.exit(code_of(work))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_lands_in_a_finalizer_ends_the_process(number):
+    """Python drops what a finalizer raises."""
+    program = PROGRAM.format(number=int(number))
+    done = completed([sys.executable, "-c", program], timeout_s=10)
+    line = f"ERROR: ended by {number.name} before it was done - run it again\n"
+    assert (done.returncode, done.stderr) == (7, line)
+
+
+def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    monkeypatch.setattr(garbage_collection, "_micro_batches", count(1))
+    with garbage_collection.collected_by_micro_batch():
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+        lost = weakref.ref(Cycle())
+        for _ in range(49):
+            garbage_collection.collect_if_due()
+            assert lost() is not None
+        garbage_collection.collect_if_due()
+        assert lost() is None
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_nothing_is_collected_during_imports_and_later_collections_leave_them_out():
+    gc.unfreeze()
+    with imports_without_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    gc.unfreeze()

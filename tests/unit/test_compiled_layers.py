@@ -1,4 +1,4 @@
-"""Layers are compiled in few graphs, keep what they should, and run eager where they cannot be."""
+"""What is compiled and what checkpointing keeps, and that the rest runs eager, said once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from helpers.commands import finish
+from helpers.moe_families import build
 from helpers.ranks import on_ranks
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor
 from torch._inductor.async_compile import get_compile_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.tiny import tiny_config
 from shardtune.distributed import compiling
+from shardtune.distributed.compiling import (
+    can_compile,
+    compile_for_all_lengths,
+    compiled_or_eager,
+)
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
 from shardtune.model import documents
@@ -282,3 +290,100 @@ def require_workers(number: int) -> None:
 def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(ranks, tmp_path):
     cores = len(os.sched_getaffinity(0))
     finish(on_ranks(ranks, require_workers, max(1, min(32, cores // ranks)), cwd=tmp_path))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    can_compile.cache_clear()
+    yield
+    can_compile.cache_clear()
+    torch._dynamo.reset()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("shardtune")]
+
+
+def square(x: torch.Tensor) -> None:
+    x.mul_(x).add_(3)
+
+
+def test_all_that_is_compiled_adds_up_in_one_order(monkeypatch):
+    """Else a GPU takes the fastest of some kernels, of which each has an order of its own."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda _, **options: given.update(options))
+    compile_for_all_lengths(square)
+    assert given == {"dynamic": True, "options": {"deterministic": True}}
+
+
+@pytest.mark.full
+def test_a_function_is_compiled_once_for_all_lengths():
+    compilations = torch._dynamo.utils.counters["stats"]
+    compiled = compiled_or_eager(square, "the square", CPU)
+    before = compilations["unique_graphs"]
+    for length in (7, 8, 1000):
+        x = torch.arange(float(length))
+        compiled(x)
+        assert torch.equal(x, torch.arange(float(length)).square() + 3)
+    assert compilations["unique_graphs"] == before + 1
+
+
+def test_without_a_compiler_functions_run_eager_and_it_is_said_once(caplog):
+    x = torch.full((5,), 2.0)
+    with (
+        inductor.patch({"cpp.cxx": ("/nowhere/c++",), "force_disable_caches": True}),
+        caplog.at_level(logging.INFO, "shardtune"),
+    ):
+        for name in ("the square", "the other"):
+            compiled_or_eager(square, name, CPU)(x)
+    assert x.eq(52).all()
+    (line,) = said(caplog)
+    assert line.startswith("Compile: nothing is compiled for this CPU (")
+
+
+@pytest.mark.full
+def test_a_function_that_cannot_be_compiled_runs_eager_and_is_named_once(caplog):
+    def with_a_break(x: torch.Tensor) -> None:
+        x.add_(1)
+        torch._dynamo.graph_break()
+
+    x, call = torch.zeros(5), compiled_or_eager(with_a_break, "the break", CPU)
+    with caplog.at_level(logging.INFO, "shardtune"):
+        call(x)
+        call(x)
+    assert x.eq(2).all(), "what fails to compile has changed nothing"
+    (line,) = said(caplog)
+    assert line.startswith("Compile: the break runs eager (")
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_gradients_are_those_without_checkpointing(family, experts):
+    torch.manual_seed(0)
+    model = build(family).train()
+    model.set_experts_implementation(experts)
+    require_same_gradients(model)
+    assert torch.ops.aten.mm.default in kept_operators(model)
+    is_kept = torch.ops.aten._grouped_mm.default in kept_operators(model)
+    assert is_kept == (family == "mixtral")
+
+
+def test_products_that_a_layer_adds_to_are_not_kept():
+    """PyTorch does not notice where Gemma 3n does so."""
+    torch.manual_seed(0)
+    require_same_gradients(AutoModelForCausalLM.from_config(tiny_config("gemma3n_text")).train())
+
+
+def require_same_gradients(model: PreTrainedModel) -> None:
+    ids = torch.randint(100, (1, 40))
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
