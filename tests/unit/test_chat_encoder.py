@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from helpers.chat_cases import (
@@ -30,9 +29,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AddedToken, LlamaConfig
 
-from shardtune.config_io import load_config
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, stop_token_ids
-from shardtune.data.dataset import build_encoder
 from shardtune.data.outcomes import Outcome
 from shardtune.errors import UserError
 
@@ -335,16 +332,6 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
     generation.write_text("{")
     with pytest.raises(OSError):
         stop_token_ids(*given)
-
-
-def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code_of.Own", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
-    (tmp_path / "code_of.py").write_text("raise SystemExit\n")
-    data = load_config(Path("/dev/null"), [f"model.path={tmp_path}", "data.train=unread"], {}).data
-    with pytest.raises(UserError, match="its tokenizer is code of its own, which is not run"):
-        build_encoder(str(tmp_path), data, datetime.date(2026, 1, 1))
 
 
 @pytest.mark.parametrize(

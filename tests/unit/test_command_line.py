@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import subprocess
 import sys
 import weakref
 from itertools import count
@@ -65,16 +64,6 @@ def test_an_error_has_its_exit_code(error, code, lines, capfd, monkeypatch):
     errors = capfd.readouterr().err.splitlines()
     assert [line for line in errors if line.startswith("ERROR")] == lines
     assert errors[len(errors) - len(lines) :] == lines
-
-
-def test_a_reader_may_close_the_pipe():
-    command = [sys.executable, "-m", "shardtune", "config-schema"]
-    started = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert started.stdout and started.stderr
-    started.stdout.close()
-    assert (started.stderr.read(), started.wait()) == (b"", 0)
 
 
 @pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])

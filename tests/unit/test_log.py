@@ -23,28 +23,6 @@ def test_lines_appear_once_a_run_or_once_a_node(is_main, is_node_main, shown, ca
     assert capsys.readouterr() == (shown, "")
 
 
-def test_a_closed_pipe_does_not_end_the_run():
-    code = """
-import sys
-from shardtune.log import logger, setup_logging
-setup_logging(True, True)
-sys.stdin.readline()
-logger.info("nobody reads this")
-logger.info("nor this")
-print("alive", file=sys.stderr)
-"""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe
-    )
-    assert process.stdout
-    process.stdout.close()
-    assert process.stdin and process.stderr
-    process.stdin.write(b"\n")
-    process.stdin.close()
-    assert (process.stderr.read(), process.wait()) == (b"alive\n", 0)
-
-
 def test_no_library_shows_progress_in_a_log():
     """datasets is imported later, where it is needed."""
     program = """

@@ -221,18 +221,6 @@ def test_a_decoder_that_is_a_head_has_the_layers_of_the_whole_model():
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "refusal"),
-    [
-        ("falcon", "all-linear", r"FalconLinear.* - set lora.rank=null"),  # a class of its own
-        ("llama", "experts", "experts means no layer of llama - use "),
-    ],
-)
-def test_targets_that_mean_no_layer_are_refused(family, targets, refusal):
-    with pytest.raises(UserError, match=refusal):
-        choose_targets(on_meta(family, num_hidden_layers=1), LoraConfig(rank=2, targets=targets))
-
-
-@pytest.mark.parametrize(
     ("family", "settings", "has_noise"),
     [
         # By default only near ties are drawn, which 40 tokens do not have.

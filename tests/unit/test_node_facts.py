@@ -182,15 +182,6 @@ def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path):
         assert line.startswith(f"{package} is {versions[package]} on a and 0.1 on b - ")
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(node_info, "_gpus", one_gpu)
-    facts = node_info.node_facts(environment())
-    assert (facts["devices"], facts["backend"]) == ({"the device": "H100"}, "nccl")
-    (problem,) = facts["problems"]
-    assert "GPUS_PER_NODE (or --processes) is 8 and 1 GPUs are visible - " in problem
-    require_error_line(f"ERROR: {problem}")
-
-
 def test_a_model_that_no_run_reads_is_refused_before_ranks_start(tmp_path):
     values = {"model_type": "llama", "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -201,10 +192,6 @@ def test_a_model_that_no_run_reads_is_refused_before_ranks_start(tmp_path):
     assert f"model.path={tmp_path}: its weights are quantised by NVFP4, " in by_quantisation
     assert f"is beyond the 64 positions of {tmp_path} - " in by_positions
     require_error_line(f"ERROR: {by_quantisation}")
-
-
-def one_gpu(backend: str) -> tuple[list[dict[str, Any]], list[str]]:
-    return [GPU], []
 
 
 def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
