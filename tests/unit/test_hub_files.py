@@ -57,20 +57,16 @@ def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, mon
     """Whatever their names; the hub is a folder here, from which what is asked for is copied."""
     hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
     weights = load_file(models["llama"] / "model.safetensors")
-    shards = {
-        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors"
-        for number, name in enumerate(weights)
-    }
     here.mkdir(parents=True)
     hub.mkdir()
-    for shard in set(shards.values()):
-        save_file(
-            {name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard
-        )
+    shards = {}
+    for part in range(2):
+        shard = f"model.safetensors-0000{1 + part}-of-00002.safetensors"
+        shards |= dict.fromkeys([*weights][part::2], shard)
+        save_file({name: weights[name] for name in [*weights][part::2]}, hub / shard)
     save_file({"other": weights["model.norm.weight"]}, hub / "consolidated.safetensors")
-    (hub / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": shards}), encoding="utf-8"
-    )
+    index = "model.safetensors.index.json"
+    (hub / index).write_text(json.dumps({"weight_map": shards}), encoding="utf-8")
     (hub / "README.md").touch()  # it names the licence
 
     def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
@@ -83,17 +79,13 @@ def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, mon
     monkeypatch.setattr(files, "snapshot_download", copy)
     monkeypatch.setattr(files, "cached_file", lambda path, name: str(here / name))
     assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
-    assert {file.name for file in here.iterdir()} == {
-        "model.safetensors.index.json",
-        "README.md",
-        *shards.values(),
-    }
+    assert {file.name for file in here.iterdir()} == {index, "README.md", *shards.values()}
     shutil.copy(models["llama"] / "model.safetensors", hub)
-    here.joinpath("model.safetensors.index.json").unlink()
+    (here / index).unlink()
     assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
     assert files_of_weights(here) == ["model.safetensors"], "it goes before an index"
     for folder in (hub, here):
         (folder / "model.safetensors").unlink()
-    (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    (hub / index).write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="not a readable index of weights"):
         files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None)

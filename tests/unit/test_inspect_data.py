@@ -84,18 +84,15 @@ def test_json_holds_every_sequence_and_nothing_else(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ((), "--config"),
-        (
-            ("--config", "{}/run.yaml", "a=1", "--nothing", "b=2"),
-            "unrecognized arguments: --nothing",
-        ),
-        (("--config", "{}/run.yaml", "--records", "-1"), "less than 0"),
-        (("--config", "{}/run.yaml", "model.path={}"), "no tokenizer"),
-        (("--config", "{}/run.yaml", "data.train={}/broken.jsonl"), "1 of 2 records broken"),
+        ("", "--config"),
+        ("--config {}/run.yaml a=1 --nothing b=2", "unrecognized arguments: --nothing"),
+        ("--config {}/run.yaml --records -1", "less than 0"),
+        ("--config {}/run.yaml model.path={}", "no tokenizer"),
+        ("--config {}/run.yaml data.train={}/broken.jsonl", "1 of 2 records broken"),
     ],
 )
 def test_a_wrong_command_is_refused_in_one_line(folder, arguments, what, capsys):
-    assert run(["inspect-data", *(argument.format(folder) for argument in arguments)]) == 2
+    assert run(["inspect-data", *arguments.replace("{}", str(folder)).split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     line = err.splitlines()[-1]
@@ -120,31 +117,21 @@ def test_the_source_of_a_record_is_shown(folder, capsys):
 
 MANY_TURNS = {
     "messages": [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "you", "train": False},
-        {"role": "user", "content": "how are you"},
-        {"role": "assistant", "content": "fine"},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": "fine <b> & fine"},
+        *chat("hello", "you")["messages"],
+        *chat("how are you")["messages"],
+        *chat("again", "fine <b> & fine")["messages"],
     ]
 }
-RECORDS = [
-    chat("how", "fine"),
-    MANY_TURNS,
-    {"text": "hello you"},
-    {"prompt": "a", "completion": "b"},
-]
+MANY_TURNS["messages"][1]["train"] = False
+RECORDS = [chat("how"), MANY_TURNS, {"text": "hello you"}, {"prompt": "a", "completion": "b"}]
 
 
 @pytest.fixture(scope="module")
-def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("page")
-    save_model(folder / "model")
-    write(folder / "train.jsonl", RECORDS)
-    (folder / "run.yaml").write_text(
-        f"model: {{path: {folder}/model}}\ndata: {{train: {folder}/train.jsonl}}\n", "utf-8"
-    )
-    return folder
+def page_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here = tmp_path_factory.mktemp("page")
+    train = write(here / "train.jsonl", RECORDS)
+    (here / "run.yaml").write_text(f"model: {{path: {folder}/model}}\ndata: {{train: {train}}}\n")
+    return here
 
 
 def page_of(folder: Path, *arguments: str) -> str:
@@ -161,11 +148,10 @@ def marked_runs(page: str) -> list[list[tuple[str, str]]]:
     return [[(html.unescape(a), html.unescape(b)) for a, b in runs.findall(x)] for x in bodies]
 
 
-def test_the_page_marks_the_tokens_that_are_trained(page_folder, capsys):
-    folder = page_folder
-    page = page_of(folder)
+def test_the_page_marks_the_tokens_that_are_trained(folder, page_folder, capsys):
+    page = page_of(page_folder)
     assert "4 records in" in capsys.readouterr().out
-    assert run(["inspect-data", "--config", f"{folder}/run.yaml", "--json"]) == 0
+    assert run(["inspect-data", "--config", f"{page_folder}/run.yaml", "--json"]) == 0
     sequences: list[dict[str, Any]] = [
         json.loads(line) for line in capsys.readouterr().out.splitlines()
     ]
@@ -177,7 +163,7 @@ def test_the_page_marks_the_tokens_that_are_trained(page_folder, capsys):
         pairs = zip(sequence["input_ids"], sequence["trained"], strict=True)
         trained = tokenizer.decode([token for token, is_trained in pairs if is_trained])
         assert "".join(text for text, _ in runs) == trained
-    assert len(marked_runs(page_of(folder, "--records", "2"))) == 2
+    assert len(marked_runs(page_of(page_folder, "--records", "2"))) == 2
     assert not re.search(r'(?:src|href)="[^#]|<script', page)
 
 

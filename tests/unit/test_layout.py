@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardtune.distributed.layout import Layout
 
 REPOSITORY = Path(__file__).parents[2]
+BF16, F32 = "model.master_dtype=bfloat16", "float32"
 # Keys that say what a run is. The configuration itself and its layout read them.
 DECIDED = {
     *("parallel", "offload", "compute_dtype", "master_dtype", "reduce_dtype"),
@@ -62,35 +63,26 @@ def test_what_the_degrees_leave_fits_together(data):
 
 
 @pytest.mark.parametrize(
-    ("given_", "is_gpu", "expected"),
+    ("given_", "is_gpu", "dtypes", "offloads"),
+    # Of computing, of masters, of weights on the device and of gradients.
     [
-        ([], True, ("bfloat16", "float32", "float32", "float32", False)),
-        (["optimizer.offload=true"], False, ("float32", "float32", "float32", "float32", False)),
-        (["optimizer.offload=true"], True, ("bfloat16", "float32", "bfloat16", "float32", True)),
+        ("", True, "bfloat16 float32 float32 float32", False),
+        ("optimizer.offload=true", False, "float32 float32 float32 float32", False),
+        ("optimizer.offload=true", True, "bfloat16 float32 bfloat16 float32", True),
+        ("optimizer.offload=true model.compute_dtype=float32", True, " ".join(4 * [F32]), True),
+        (f"{BF16} model.reduce_dtype=bfloat16", True, " ".join(4 * ["bfloat16"]), False),
+        (BF16, True, "bfloat16 bfloat16 bfloat16 float32", False),
         (
-            ["optimizer.offload=true", "model.compute_dtype=float32"],
+            f"lora.rank=4 {BF16} optimizer.offload=true",
             True,
-            ("float32", "float32", "float32", "float32", True),
-        ),
-        (
-            ["model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"],
-            True,
-            ("bfloat16", "bfloat16", "bfloat16", "bfloat16", False),
-        ),
-        (
-            ["model.master_dtype=bfloat16"],
-            True,
-            ("bfloat16", "bfloat16", "bfloat16", "float32", False),
-        ),
-        (
-            ["lora.rank=4", "model.master_dtype=bfloat16", "optimizer.offload=true"],
-            True,
-            ("bfloat16", "float32", "bfloat16", "float32", False),
+            "bfloat16 float32 bfloat16 float32",
+            0,
         ),
     ],
 )
-def test_dtypes_and_places_follow_from_the_keys_and_the_device(given_, is_gpu, expected):
-    assert Layout.of(configured(*given_), 1, is_gpu, "float32").compute_dtype == "float32"
-    layout = Layout.of(configured(*given_), is_gpu=is_gpu)
-    dtypes = layout.compute_dtype, layout.master_dtype, layout.device_dtype, layout.gradient_dtype
-    assert (*dtypes, layout.offloads) == expected
+def test_dtypes_and_places_follow_from_the_keys_and_the_device(given_, is_gpu, dtypes, offloads):
+    config = configured(*given_.split())
+    assert Layout.of(config, 1, is_gpu, "float32").compute_dtype == "float32"
+    layout = Layout.of(config, is_gpu=is_gpu)
+    found = layout.compute_dtype, layout.master_dtype, layout.device_dtype, layout.gradient_dtype
+    assert (" ".join(found), layout.offloads) == (dtypes, offloads)

@@ -51,24 +51,6 @@ def test_a_box_of_a_tensor_is_what_slicing_gives(piece, tmp_path, monkeypatch):
             require_boxes(stored[name], tensor)
 
 
-def test_the_time_of_a_load_is_said_after_its_first_seconds(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(load_weights, "_FIRST_REPORT_S", 0)
-    monkeypatch.setattr(load_weights, "_REPORT_EVERY_S", 0)
-    monkeypatch.setattr(load_weights.logger, "propagate", True)
-    save_file({"a": torch.ones(8)}, tmp_path / "a.safetensors")
-    path = tmp_path / "a.safetensors"
-    with (
-        caplog.at_level(logging.INFO),
-        load_weights.open_tensors([path], torch.float32, 0.5) as stored,
-    ):
-        for first in (0, 2):
-            stored["a"][(slice(first, first + 2),)]
-    first, second, last = caplog.messages
-    assert first.startswith("Reading weights: about 0 s for 0.0 GB, at ")
-    assert second.endswith("| about 0 s left")
-    assert last.startswith("Read weights: 0.0 GB in 0 s, ")
-
-
 def test_a_file_that_became_shorter_is_named(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(8)}, path)
