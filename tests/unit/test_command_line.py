@@ -1,9 +1,10 @@
-"""`shardtune COMMAND`: exit codes, last lines, signals and garbage of every command."""
+"""`shardtune COMMAND`: exit codes, lines, signals and garbage of every command."""
 
 from __future__ import annotations
 
 import gc
 import signal
+import subprocess
 import sys
 import weakref
 from itertools import count
@@ -16,6 +17,7 @@ from shardtune import __main__ as command_line
 from shardtune.__main__ import run
 from shardtune.errors import Aborted, RunFailed, UserError
 from shardtune.imports import imports_without_gc
+from shardtune.log import logger, node_logger, setup_logging
 from shardtune.training import garbage_collection
 
 WITH_CONFIG = ("train", "plan", "inspect-data")
@@ -130,3 +132,28 @@ def test_nothing_is_collected_during_imports_and_later_collections_leave_them_ou
         assert not gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() > 0
     gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("is_main", "is_node_main", "shown"),
+    [(True, True, "run\nWARNING: hot\nnode\n"), (False, True, "node\n"), (False, False, "")],
+)
+def test_lines_appear_once_a_run_or_once_a_node(is_main, is_node_main, shown, capsys):
+    setup_logging(is_main, is_node_main)
+    logger.info("run")
+    logger.warning("hot")
+    node_logger.info("node")
+    assert capsys.readouterr() == (shown, "")
+
+
+def test_no_library_shows_progress_in_a_log():
+    """datasets is imported later, where it is needed."""
+    program = """
+from shardtune.data.hub import datasets_library
+from shardtune.log import quiet_libraries
+quiet_libraries(is_main=True)
+print(datasets_library().are_progress_bars_disabled())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

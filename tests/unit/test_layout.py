@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shardtune.distributed.layout import Layout
 
 REPOSITORY = Path(__file__).parents[2]
-BF16, F32 = "model.master_dtype=bfloat16", "float32"
+OFFLOAD = "optimizer.offload=true"
+BF16, F32 = "model.master_dtype=bfloat16", "float32 float32 float32 float32"
 # Keys that say what a run is. The configuration itself and its layout read them.
 DECIDED = {
     *("parallel", "offload", "compute_dtype", "master_dtype", "reduce_dtype"),
@@ -67,10 +68,10 @@ def test_what_the_degrees_leave_fits_together(data):
     # Of computing, of masters, of weights on the device and of gradients.
     [
         ("", True, "bfloat16 float32 float32 float32", False),
-        ("optimizer.offload=true", False, "float32 float32 float32 float32", False),
-        ("optimizer.offload=true", True, "bfloat16 float32 bfloat16 float32", True),
-        ("optimizer.offload=true model.compute_dtype=float32", True, " ".join(4 * [F32]), True),
-        (f"{BF16} model.reduce_dtype=bfloat16", True, " ".join(4 * ["bfloat16"]), False),
+        (OFFLOAD, False, F32, False),
+        (OFFLOAD, True, "bfloat16 float32 bfloat16 float32", True),
+        (f"{OFFLOAD} model.compute_dtype=float32", True, F32, True),
+        (f"{BF16} model.reduce_dtype=bfloat16", True, F32.replace("float32", "bfloat16"), False),
         (BF16, True, "bfloat16 bfloat16 bfloat16 float32", False),
         (
             f"lora.rank=4 {BF16} optimizer.offload=true",
