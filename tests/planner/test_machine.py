@@ -11,7 +11,6 @@ from helpers.planned import CONFIG, LLAMA, MACHINE, configured
 
 from shardtune.__main__ import run
 from shardtune.cards import CARDS
-from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU, write_measured
 from shardtune.planner.command.options import add_arguments
 from shardtune.planner.command.plan_command import machine_of
@@ -34,16 +33,6 @@ def test_groups_stay_gathered_only_where_the_run_then_fits():
     freed = planned(kept.needed_bytes - 1)
     assert freed.fits and freed.kept_groups < kept.kept_groups
     assert freed.needed_bytes < kept.needed_bytes
-
-
-def test_the_device_takes_more_for_several_ranks_their_exchanges_and_what_is_allocated():
-    layout, gpu = Layout(ranks=8), MACHINE
-    assert gpu.allowance_bytes(Layout(ranks=1)) == 1.3e9
-    assert gpu.allowance_bytes(layout) == 2.5e9
-    assert gpu.allowance_bytes(layout, 10e9) == 3e9
-    for exchanges in (replace(layout, expert=2), replace(layout, context=2)):
-        assert gpu.allowance_bytes(exchanges) == 5.8e9
-    assert replace(MACHINE, is_gpu=False).allowance_bytes(layout, 10e9) == 1e8
 
 
 def test_a_verdict_says_what_is_tight_and_what_compiled_layers_save():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -91,9 +90,8 @@ def _total() -> int:
 
 
 def _free_and_total(device: Any = None) -> tuple[int, int]:
-    """Return what `cudaMemGetInfo` does; PRETEND_FREE_GB stands for a GPU that others use."""
-    others = float(os.environ.get("PRETEND_FREE_GB", "inf")) * 1e9
-    return int(min(others, _total() - _memory(device)[2])), _total()
+    """Return what `cudaMemGetInfo` does."""
+    return _total() - _memory(device)[2], _total()
 
 
 def _properties(device: Any = None) -> SimpleNamespace:

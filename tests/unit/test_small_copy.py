@@ -1,4 +1,4 @@
-"""A trial of attention, and of a small copy before a weight is there, tells documents apart."""
+"""A trial of attention and of a small copy tells documents apart; the tiny model of a rehearsal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from helpers.moe_families import SMALL, build
 from helpers.packing_families import decided
 from helpers.tiny_models import small_opt
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from benchmarks.tiny import tiny_config
+from distTest.rehearse import tiny_model as tiny
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
@@ -50,21 +51,6 @@ def test_layers_that_share_keys_are_all_in_the_copy():
     whole = AutoConfig.for_model("gemma3n_text")
     copy = small_copy(whole, "auto")
     assert copy and copy.config.num_hidden_layers == whole.num_hidden_layers
-
-
-@pytest.mark.parametrize(
-    ("architecture", "heads"),
-    [
-        ("kimi_linear", {"linear_num_heads": 2}),
-        ("qwen3_5_moe", {"linear_num_key_heads": 2, "linear_num_value_heads": 4}),
-    ],
-)
-def test_a_copy_has_few_heads_of_delta_rules(architecture, heads):
-    """With all of them a trial of Kimi Linear took minutes. Key heads serve as many values."""
-    copy = small_copy(AutoConfig.for_model(architecture), "auto")
-    assert copy
-    text = copy.config.get_text_config()
-    assert {name: getattr(text, name) for name in heads} == heads
 
 
 @pytest.mark.parametrize(
@@ -205,3 +191,39 @@ def test_the_architecture_is_asked_for_its_interface_and_not_fsdps_class():
     trial = LogitsTrial(model, layout, torch.device("cpu"))
     said = attention_choice._objection(trial)
     assert said == "does not use transformers' attention interface"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+def test_a_tiny_model_has_the_architecture_of_its_source(architecture, ranks, tmp_path, models):
+    line = tiny.make_model(str(models[architecture]), ranks, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    source = AutoConfig.from_pretrained(models[architecture])
+    assert config.model_type == source.model_type
+    assert config.tie_word_embeddings == source.tie_word_embeddings
+    assert line.endswith(f"as {models[architecture]}")
+    if architecture == "glm":
+        assert config.n_routed_experts % ranks == 0
+        assert config.first_k_dense_replace < config.num_hidden_layers
+    assert AutoModelForCausalLM.from_config(config).num_parameters() < 1_000_000
+    assert config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_glm_stands_in_for_an_architecture_that_cannot_be_read(tmp_path):
+    """There is no such directory, or transformers does not know the model in it."""
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "config.json").write_text('{"model_type": "unheard-of"}', encoding="utf-8")
+    for path in (tmp_path / "nothing", strange):
+        line = tiny.make_model(str(path), 2, tmp_path / "out")
+        assert line.startswith("glm4_moe, 3 layers, ")
+        assert f" as zai-org/GLM-4.5-Air, because {path} cannot be had here, " in line
+        assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "glm4_moe"
+
+
+def test_one_layer_of_each_kind_is_kept(tmp_path):
+    large = AutoConfig.for_model("gemma3_text")
+    large.save_pretrained(tmp_path / "large")
+    tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
+    small = AutoConfig.from_pretrained(tmp_path / "small")
+    assert set(small.layer_types) == set(large.layer_types) and small.num_hidden_layers == 6
