@@ -31,7 +31,7 @@ PAIRS = (
     "torch==2.15.0 transformers==5.24.0",  # PIP_CONSTRAINT=/dev/null where pip has a lower cap
 )
 # FSDP, loss, packing, checkpoints and resumes, plans, experts, adapters, templates, kernels.
-_UNIT = ("loss", "order", "spread_experts", "grouped_experts", "compiled_layers", "varlen")
+_UNIT = ("loss", "order", "grouped_experts", "compiled_layers", "varlen")
 _UNIT += ("optimizer_rules", "older_torch", "lora", "chat_templates")
 _RANKS = ("run", "resume", "parallel", "loading", "run_plan", "expert_parallel", "adapters")
 TESTS = [

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import shardtune
 from shardtune.__main__ import run
-from shardtune.report.charts import make_charts, network_share, smooth, thin
+from shardtune.report.charts import make_charts, network_share, thin
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures
 
@@ -218,12 +218,6 @@ def test_thinning_keeps_the_extremes_and_the_order(values, points):
     assert (np.diff(x) > 0).all() and all(
         values[int(i)] == value for i, value in zip(x, y, strict=True)
     )
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(1, 20))
-def test_smoothing_is_the_mean_of_the_last_values(values, width):
-    expected = [np.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
-    assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
 
 
 def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
