@@ -1,4 +1,4 @@
-"""What a rank of a model takes, and in which order it asks for collectives, without other ranks."""
+"""The order of collectives on a GPU: each layer is gathered while the one before it computes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.commands import REPOSITORY, finish
+from helpers.commands import finish
 from helpers.configs import configured
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.pretended import needs_compiler, on_gpus
-from pretend_gpu.hollow import hollow_peaks
 from pretend_gpu.trace import trace_of
 from transformers import AutoConfig
 
@@ -104,36 +103,3 @@ def write_groups() -> None:
         for dimension, group in world.meshes.for_reductions.items()
     }
     Path(f"groups{world.rank}").write_text(json.dumps(groups), encoding="utf-8")
-
-
-GLM_4_5_AIR = REPOSITORY / "tests/data/configs/glm-4.5-air"
-PARAMETERS = 106_852_245_504
-ALL_FLOAT32 = (
-    "model.master_dtype=float32",
-    "model.reduce_dtype=float32",
-    "model.activation_checkpointing=full",
-    "optimizer.name=adamw",
-    "parallel.stages=1",
-    "data.max_length=4096",
-    "train.micro_batch_size=1",
-    "train.gradient_accumulation_steps=2",
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("expert", "allocated", "reserved"),
-    [(1, 136.7e9, 142.3e9), (8, None, None)],
-)
-def test_a_rank_of_glm_takes_two_steps(expert, allocated, reserved):
-    """Its states are exact; the peaks those of another measurement of the same step."""
-    config = REPOSITORY / "config.yaml"
-    peaks = hollow_peaks(config, GLM_4_5_AIR, 2, 8, *ALL_FLOAT32, f"parallel.expert={expert}")
-    assert peaks.parameters == PARAMETERS
-    # Weights, gradients and two moments, in float32.
-    for phase, tensors in (("load", 1), ("norm", 4), ("optimizer", 4)):
-        assert peaks.allocated[phase] == pytest.approx(4 * tensors * PARAMETERS / 16, rel=0.002)
-    assert peaks.peak_bytes <= peaks.reserved_bytes < 1.1 * peaks.peak_bytes
-    if allocated:
-        assert peaks.peak_bytes == pytest.approx(allocated, rel=0.02)
-        assert peaks.reserved_bytes == pytest.approx(reserved, rel=0.02)

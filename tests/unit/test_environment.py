@@ -45,11 +45,7 @@ def test_a_wrong_variable_is_named(changed, start):
 def test_disks_without_room_for_temporary_files_are_refused(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/full", "/proc"])
-    start = (
-        "no temporary directory can be written (No usable temporary directory found in "
-        "['/dev/full', '/proc']) - make room in one of them, or set TMPDIR"
-    )
-    problem(read_environment(LOOPBACK, []), start)
+    problem(read_environment(LOOPBACK, []), "no temporary directory can be written (")
 
 
 @pytest.mark.parametrize(
