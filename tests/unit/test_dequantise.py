@@ -19,7 +19,6 @@ from transformers import LlamaConfig, Mistral3Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from shardtune.config import ModelConfig
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.source import config_json, files, load_weights, quantised
@@ -140,27 +139,42 @@ def test_files_that_are_quantised_in_another_way_are_named(tensors, problem, tmp
     assert line.startswith(f"{tmp_path}: {problem}") and "(1 tensors in all)" in line
 
 
+OWN, MODELOPT = "config.json", "hf_quant_config.json"  # which says it beside one that does not
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
 @pytest.mark.parametrize(
-    ("name", "quantization", "words"),
+    ("name", "file", "values", "words"),
     [
-        ("model", {"quant_method": "gptq", "bits": 4}, "quantised by gptq, "),
-        ("model", {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "quantised by NVFP4, "),
-        ("model", {"bits": 4, "group": 64}, "quantised by a method with bits, group, "),
-        ("model", {"quant_method": "fp8", "expert_dtype": "fp4"}, "by fp8 (FP4 experts)"),
-        (
-            "Kimi-K2-Thinking",
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "use unsloth/Kimi-K2-Thinking-BF16",
-        ),
+        ("model", OWN, {"quant_method": "gptq", "bits": 4}, "quantised by gptq, "),
+        ("model", OWN, {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "by NVFP4, "),
+        ("model", OWN, {"bits": 4, "group": 64}, "quantised by a method with bits, group, "),
+        ("model", OWN, {"quant_method": "fp8", "expert_dtype": "fp4"}, "by fp8 (FP4 experts)"),
+        ("Kimi-K2-Thinking", OWN, PACKED, "use unsloth/Kimi-K2-Thinking-BF16"),
+        ("model", MODELOPT, {"quantization": {"quant_algo": "FP8"}}, "are quantised by FP8, "),
+        ("model", MODELOPT, {"quantization": {"quant_algo": "MIXED_PRECISION"}}, "MIXED_PRECISION"),
+        ("model", MODELOPT, {}, "by an unreadable hf_quant_config.json, "),
+        ("model", MODELOPT, {"quantization": {"kv_cache_quant_algo": "FP8"}}, None),
     ],
 )
-def test_other_ways_are_refused_by_name(name, quantization, words, tmp_path, models):
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
-    edit_config(tmp_path / name, quantization_config=quantization)
+def test_other_ways_are_refused_by_name(name, file, values, words, tmp_path, models):
+    """By a run, and by a plan and the preflight, which read config.json alone."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / OWN).write_bytes((models["llama"] / OWN).read_bytes())
+    if file == OWN:
+        edit_config(folder, quantization_config=values)
+    else:
+        (folder / MODELOPT).write_text(json.dumps(values), encoding="utf-8")
+    config = configured(f"model.path={folder}", "model.init=random", "data.max_length=64")
+    (problem,) = config_json.problems_of_model(config, Layout(ranks=1)) or [""]
+    if words is None:
+        assert not problem and files.read_model_config(config.model, 64)
+        return
+    assert words in problem
     with pytest.raises(UserError) as refused:
-        files.read_model_config(ModelConfig(path=str(tmp_path / name), init="random"), 64)
-    assert words in str(refused.value)
+        files.read_model_config(config.model, 64)
+    assert refused.value.problems == [problem]
 
 
 def test_a_scale_of_a_whole_tensor_is_read(tmp_path, models):
@@ -172,31 +186,6 @@ def test_a_scale_of_a_whole_tensor_is_read(tmp_path, models):
     assert quantised.quantised_problems(tmp_path) == []
     assert list_tensors(tmp_path)["a.weight"][:2] == ["BF16", [12, 20]]
     compare_boxes(path, torch.float32, values.float() * scale)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "words"),
-    [
-        ({"quant_algo": "FP8"}, "are quantised by FP8, "),
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "by MIXED_PRECISION, "),
-        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
-        (None, "are quantised by an unreadable hf_quant_config.json, "),
-    ],
-)
-def test_the_ways_of_modelopt_are_refused_by_name(quantization, words, tmp_path, models):
-    """By a run, and by a plan and the preflight, which read config.json alone."""
-    (tmp_path / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
-    values = {} if quantization is None else {"quantization": quantization}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(values), encoding="utf-8")
-    config = configured(f"model.path={tmp_path}", "model.init=random", "data.max_length=64")
-    (problem,) = config_json.problems_of_model(config, Layout(ranks=1)) or [""]
-    assert words is None or words in problem
-    if words is None:
-        assert not problem and files.read_model_config(config.model, 64)
-    else:
-        with pytest.raises(UserError) as refused:
-            files.read_model_config(config.model, 64)
-        assert refused.value.problems == [problem]
 
 
 def test_quantisation_in_a_section_is_taken(tmp_path):
