@@ -29,6 +29,7 @@ from shardtune.report.charts import make_charts, network_share, thin
 from shardtune.report.read_run import read_run
 from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures
 
+SAME = {"lr": 1e-5, "seconds": 2.0, "tokens_per_second": 500.0, "mfu": 0.3, "data_seconds": 0.01}
 CONFIG = "model:\n  path: {}\ntrain:\n  epochs: 3\n"
 
 
@@ -42,21 +43,10 @@ def write_run(
     ]
     for step in range(steps + 1):
         if step:
-            entries.append(
-                {
-                    "kind": "step",
-                    "step": step,
-                    "loss": 3 * math.exp(-step / steps) + draw.gauss(0, 0.05),
-                    "grad_norm": None if step == 7 else draw.lognormvariate(0, 0.3),
-                    "lr": 1e-5,
-                    "tokens": 1000 + step % 7,
-                    "seconds": 2.0,
-                    "tokens_per_second": 500.0,
-                    "mfu": 0.3,
-                    "memory_bytes": 61.2e9 if step > 1 else 9e9,
-                    "data_seconds": 0.01,
-                }
-            )
+            drawn = {"loss": 3 * math.exp(-step / steps) + draw.gauss(0, 0.05)}
+            drawn |= {"grad_norm": None if step == 7 else draw.lognormvariate(0, 0.3)}
+            memory = {"memory_bytes": 61.2e9 if step > 1 else 9e9, "tokens": 1000 + step % 7}
+            entries.append({"kind": "step", "step": step} | SAME | drawn | memory)
         if step % 10 == 0:
             perplexity = 9 - 3 * step / steps + 2.5 * (step / steps) ** 2
             entries += [
