@@ -31,15 +31,8 @@ PAIRS = (
     "torch==2.15.0 transformers==5.24.0",  # PIP_CONSTRAINT=/dev/null where pip has a lower cap
 )
 # FSDP, loss, packing, checkpoints and resumes, plans, experts, adapters, templates, kernels.
-_UNIT = ("loss", "packing", "spread_experts", "grouped_experts", "compiled_layers", "varlen")
-_UNIT += (
-    "kept_operators",
-    "low_precision_optim",
-    "older_torch",
-    "older_transformers",
-    "lora",
-    "chat_templates",
-)
+_UNIT = ("loss", "order", "grouped_experts", "compiled_layers", "varlen")
+_UNIT += ("optimizer_rules", "older_torch", "lora", "chat_templates")
 _RANKS = ("run", "resume", "parallel", "loading", "run_plan", "expert_parallel", "adapters")
 TESTS = [
     *(f"tests/unit/test_{name}.py" for name in _UNIT),

@@ -1,7 +1,8 @@
-"""Tiny models in the formats in which large ones are published: block FP8 and MXFP4."""
+"""Tiny models in the formats in which large ones are published, block FP8 and MXFP4, and boxes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -128,3 +129,16 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8")) | changes
     file.write_text(json.dumps(values), encoding="utf-8")
+
+
+def require_boxes(stored: Any, expected: torch.Tensor) -> None:
+    """Require of an open tensor the shape, the whole, and boxes at and between its edges."""
+    assert stored.get_shape() == list(expected.shape)
+    assert torch.equal(stored[...], expected)
+    for count in range(expected.dim() + 1) if expected.numel() else ():
+        for box in itertools.product(*map(_edges, expected.shape[:count])):
+            assert torch.equal(stored[box], expected[box]), box
+
+
+def _edges(size: int) -> list[slice]:
+    return [slice(0, size), slice(1, size - 1), slice(size - 1, size), slice(1, 1)]

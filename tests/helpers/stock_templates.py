@@ -20,6 +20,14 @@ def stock_models(folder: Path, *names: str) -> dict[str, Path]:
     }
 
 
+def chatml(turn: str, prompt: str = "") -> str:
+    """Return a template that writes each turn so, and this behind the beginning of an answer."""
+    return (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{turn}<|im_end|>\n{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{prompt}{{% endif %}}"
+    )
+
+
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 

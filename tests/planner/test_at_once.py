@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-import shardtune.planner.simulation.at_once as at_once_module
 from shardtune.planner.simulation.at_once import at_once, in_turn
 
 HERE = os.getpid()
@@ -82,11 +81,3 @@ def test_a_fork_does_not_wait_for_threads_that_it_lacks():
 
 def _sum(rows: torch.Tensor) -> int:
     return int((rows + 0).sum().item())
-
-
-def test_what_gets_no_fork_is_called_here(monkeypatch):
-    def fork(*_: object) -> None:
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(at_once_module, "Child", fork)
-    assert at_once([os.getpid, os.getppid]) == [HERE, os.getppid()]

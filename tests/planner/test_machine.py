@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 from helpers.planned import CONFIG, LLAMA, MACHINE, configured
+from transformers import AutoModelForCausalLM
 
 from shardtune.__main__ import run
 from shardtune.cards import CARDS
-from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU, write_measured
 from shardtune.planner.command.options import add_arguments
 from shardtune.planner.command.plan_command import machine_of
@@ -36,16 +36,6 @@ def test_groups_stay_gathered_only_where_the_run_then_fits():
     assert freed.needed_bytes < kept.needed_bytes
 
 
-def test_the_device_takes_more_for_several_ranks_their_exchanges_and_what_is_allocated():
-    layout, gpu = Layout(ranks=8), MACHINE
-    assert gpu.allowance_bytes(Layout(ranks=1)) == 1.3e9
-    assert gpu.allowance_bytes(layout) == 2.5e9
-    assert gpu.allowance_bytes(layout, 10e9) == 3e9
-    for exchanges in (replace(layout, expert=2), replace(layout, context=2)):
-        assert gpu.allowance_bytes(exchanges) == 5.8e9
-    assert replace(MACHINE, is_gpu=False).allowance_bytes(layout, 10e9) == 1e8
-
-
 def test_a_verdict_says_what_is_tight_and_what_compiled_layers_save():
     config = configured("model.activation_checkpointing=none", "model.compile=true")
     plan = make_plan(config, with_layers(LLAMA, 2), MACHINE)
@@ -57,6 +47,7 @@ def test_a_verdict_says_what_is_tight_and_what_compiled_layers_save():
 
 
 def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
+    """It needs config.json alone."""
     with_layers(LLAMA, 2).save_pretrained(tmp_path)
     given = ["plan", "--config", str(CONFIG), f"model.path={tmp_path}", f"run.dir={tmp_path}"]
     given += ["--gpus-per-node", "2", "--nodes", "3", "--tokens", "1e6", "--price", "2"]
@@ -68,6 +59,11 @@ def test_a_plan_says_what_it_assumes_of_the_card(tmp_path, capsys):
         "Assumed: RTX 4090 of 24 GB, with 165.2 TFLOP/s, 200 Gb/s inside and 100 Gb/s between "
         "nodes, 2,000 GB of host memory a node\n"
     ) in said[0]
+    numel = AutoModelForCausalLM.from_config(with_layers(LLAMA, 2)).num_parameters()
+    assert f"Parameters: {numel:,} |" in said[0]
+    assert f"States: {16 * numel / 6 / 1e9:.1f} GB = " in said[0]
+    assert re.search(r"^A step takes about \S+ s, as eager kernels on RTX 4090 do", said[0], re.M)
+    assert re.search(r"^A step takes at least: .*", said[0], re.M)
     assert "989 TFLOP/s" in said[1] and "--gpu-memory 24 holds, H100 has 80\n" in said[1]
     config, cards = configured(), ("RTX 4090", "H100")
     slow, fast = (make_plan(config, LLAMA, replace(MACHINE, card=CARDS[name])) for name in cards)

@@ -1,14 +1,25 @@
-"""Plans of runs that others measured: docs/published.md is what the code computes."""
+"""Plans of published models and of runs that others measured."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 from argparse import Namespace
+from pathlib import Path
 from statistics import median
 
 import pytest
+from conftest import REPOSITORY
 
 from benchmarks import published
+from benchmarks.plans import CONFIGS, plan_of
+from shardtune.config_io import load_config
+from shardtune.distributed.layout import Layout
+from shardtune.model.facts.trial import require_exact_copy
+from shardtune.model.source.files import read_model_config
+from shardtune.planner.command.options import add_plan_arguments, split_runs
+from shardtune.planner.command.plan_command import plan_run
 
 GROUPS, FIGURES = published.read()
 ROWS = [*GROUPS["best"], *GROUPS["others"]]
@@ -52,3 +63,55 @@ def test_the_command_plans_a_run_anew_and_writes_the_page(name, tmp_path, monkey
     published.main(Namespace(names=[name]))
     assert published.read()[1] == FIGURES
     assert published.PAGE.read_text(encoding="utf-8") == page
+
+
+# Of each: nodes, the billions of parameters in its name or card, and settings.
+EXPERTS = "parallel.expert=8"
+SHAPES = {
+    "gpt-oss-120b": (1, 117, EXPERTS),
+    "kimi-k2": (16, 1026, EXPERTS),
+    "deepseek-v3": (16, 671, EXPERTS),
+    "minimax-m2.5": (4, 229, EXPERTS),
+    "glm-4.7": (8, 353, EXPERTS),
+    "gemma-4-26b-a4b": (1, 25, EXPERTS),  # heads that differ from layer to layer
+    "qwen3.5-35b-a3b": (1, 35, EXPERTS),
+    "qwen3-next-80b-a3b": (2, 80, EXPERTS),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_is_simulated_and_its_documents_are_told_apart(name):
+    nodes, billions, settings = SHAPES[name]
+    given = [f"model.path={CONFIGS / name}", "data.train=unread", "data.max_length=4096"]
+    given += ["train.gradient_accumulation_steps=2", "model.activation_checkpointing=full"]
+    plan = plan_of(f"--config /dev/null --nodes {nodes} {shlex.join(given)} {settings}")
+    assert plan.reason == "" and plan.step_flops
+    assert round(plan.parameters / 1e9) == billions
+    config = load_config(REPOSITORY / "examples/demo.yaml", [*given, "model.init=random"], {})
+    require_exact_copy(Layout.of(config), read_model_config(config.model))
+
+
+def test_every_shape_has_a_source():
+    lines = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in lines for name in SHAPES)
+
+
+@pytest.mark.full
+def test_a_type_of_its_own_is_planned_as_its_class_and_said(tmp_path, capsys):
+    config = json.loads((CONFIGS / "kimi-k2/config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 2, "n_routed_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    plan_run(_options(tmp_path, EXPERTS))
+    printed = capsys.readouterr().out
+    assert "Architecture: kimi_k2, read as deepseek_v3" in printed
+    assert "bound from shapes" not in printed and "The run fits" in printed
+
+
+def _options(folder: Path, *settings: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    given = [f"model.path={folder}", "data.train=unread", "data.max_length=512", *settings]
+    arguments = ["--config", "/dev/null", "--nodes", "1", *given]
+    (run,) = split_runs(parser.parse_intermixed_args(arguments))
+    return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -16,9 +15,7 @@ from transformers import LlamaConfig
 
 import shardtune
 from shardtune.__main__ import COMMANDS, run
-from shardtune.planner.command.team_table import _notes, _Question
-from shardtune.planner.command.verdict import verdict
-from shardtune.planner.make_plan import bound_plan, make_plan
+from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.units import gb
@@ -116,18 +113,6 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(tmp_path, cap
     copied = shardtune.plan(given, "data.max_length=64", *settings, **machine)
     assert copied.fits and gb(copied.peak_bytes) == peak
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
-
-
-def test_a_row_names_the_much_faster_runs_that_did_not_fit():
-    simulations = Simulations(LLAMA)
-    fell = make_plan(configured(), LLAMA, MACHINE, simulations)
-    options = Namespace(nodes=2)
-    search = Search(fell, simulations)
-    question = _Question(options, "a", "LoRA", search, "a", "LoRA", {"lora.rank": 16})
-    (note,) = _notes(question, None, [fell])
-    assert note.startswith(f"LoRA on 2 nodes: a step of {fell.floor_s:.3g} s fell, by ")
-    assert "lora.rank=16: " in note and note.endswith(verdict(fell))
-    assert [*_notes(question, fell, [fell])] == []  # both take the same time
 
 
 @pytest.mark.parametrize(("flops_per_s", "is_kept"), [(1e11, True), (1e15, False)])

@@ -24,7 +24,6 @@ from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model.build import build_model
 from shardtune.model.source.masters import take_master
-from shardtune.planner import run_plan
 from shardtune.training.states import host_states
 
 pytestmark = needs_compiler
@@ -183,19 +182,3 @@ def load_and_measure(config: Config) -> None:
     for parameter, master in zip(model.parameters(), masters, strict=True):
         assert master is not None and master.dtype == torch.float32
         assert torch.equal(to_local(parameter).cpu(), master.bfloat16())
-
-
-def train_with_little_host_memory(assignments: list[str]) -> None:
-    run_plan.available_memory = lambda *_: 100_000
-    train_script(assignments)
-
-
-@pytest.mark.full
-def test_a_node_without_that_memory_is_refused_before_weights_are_read(tmp_path, models):
-    folder = write_inputs(tmp_path / "runs", models["llama"])
-    done = on_gpus(1, train_with_little_host_memory, [*RUN, OFFLOAD], cwd=folder)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 2, last
-    assert last.startswith("ERROR: The run does not fit, 0.0 GB of a node's own memory do not hold")
-    assert "0.0 GB of masters, moments and gradients (optimizer.offload=true) - use " in last
-    assert "Parameters: " not in done.stdout and "Loading weights" not in done.stderr

@@ -32,36 +32,29 @@ EIGHT_BIT = "optimizer.name=adamw8bit"
 EXPERT_LAYERS, MICRO_BATCHES = 2, 2
 
 
+LORA, SELECTIVE = "lora.rank=8", "model.activation_checkpointing=selective"
+LONG_CASES = [
+    (2, "glm", [[], [LORA], [LORA, EXPERTS], [BF16], [BF16, EIGHT_BIT, EXPERTS]]),
+    (
+        4,
+        "glm",
+        [
+            ["parallel.replicate=2", EXPERTS, SELECTIVE],
+            [EXPERTS, EIGHT_BIT, FULL],
+            ["parallel.context=2", "parallel.stages=2"],
+        ],
+    ),
+    (2, "llama", [[], ["data.packing=false"], [LORA, FULL], [BF16], [EIGHT_BIT]]),
+    (4, "qwen3", [["parallel.replicate=2"], ["parallel.replicate=4"]]),
+    (1, "glm", [[], [LORA]]),
+]
+
+
 @pytest.mark.parametrize(
     ("gpus", "model", "runs"),
     [
         (2, "glm", [[EXPERTS, FULL]]),
-        pytest.param(
-            2,
-            "glm",
-            [[], ["lora.rank=8"], ["lora.rank=8", EXPERTS], [BF16], [BF16, EIGHT_BIT, EXPERTS]],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            4,
-            "glm",
-            [
-                ["parallel.replicate=2", EXPERTS, "model.activation_checkpointing=selective"],
-                [EXPERTS, EIGHT_BIT, FULL],
-                ["parallel.context=2", "parallel.stages=2"],
-            ],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            2,
-            "llama",
-            [[], ["data.packing=false"], ["lora.rank=8", FULL], [BF16], [EIGHT_BIT]],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            4, "qwen3", [["parallel.replicate=2"], ["parallel.replicate=4"]], marks=pytest.mark.full
-        ),
-        pytest.param(1, "glm", [[], ["lora.rank=8"]], marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in LONG_CASES),
     ],
 )
 def test_numbers_are_those_of_a_cpu_and_the_host_waits_once_a_step(
@@ -73,9 +66,8 @@ def test_numbers_are_those_of_a_cpu_and_the_host_waits_once_a_step(
     for i, run in enumerate(runs):
         train_on_gpus(gpus, *RUN, *run, f"run.dir=gpu{i}", cwd=folder)
         assert_close(folder / f"gpu{i}", folder / f"cpu{i}")
-        assert sorted(digests(folder / f"gpu{i}/model")) == sorted(
-            digests(folder / f"cpu{i}/model")
-        )
+        of_gpu, of_cpu = (digests(folder / f"{device}{i}/model") for device in ("gpu", "cpu"))
+        assert sorted(of_gpu) == sorted(of_cpu)
         for rank in range(gpus):
             assert_waits(folder / f"gpu{i}", rank, run)
 

@@ -1,10 +1,11 @@
-"""The gradient norm, and the update that cannot be compiled, on pretended GPUs."""
+"""On pretended GPUs: the gradient norm, an update that cannot be compiled, a loss that is."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +13,17 @@ import torch
 from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus
 from helpers.ranks import config_for
-from pretend_gpu.compiled import Compiler
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from shardtune.config import Config
 from shardtune.distributed import compiling
 from shardtune.distributed.join import join_world
+from shardtune.model import loss
 from shardtune.model.build import build_model
-from shardtune.optimizers.rules import AdamW, AdamW8bit
+from shardtune.model.loss import LossHead, compile_loss
 from shardtune.training import optim
 from shardtune.training.start_log import start_logging
 from shardtune.training.states.replica_shards import OwnedParameters
@@ -106,38 +108,27 @@ def test_where_a_rank_cannot_compile_the_update_all_run_it_eagerly_and_say_it_on
     assert len(said) == 1 and said[0].startswith(f"Compile: {line}"), done.stdout
 
 
-CASES = [  # rows, columns, moments of 8 bits
-    ((512, 1408), True),  # five and a half blocks
-    ((512, 2048), True),
-    ((512, 2048), False),
-    ((1 << 18,), True),  # the moments of a vector have 16 bits
-]
+VOCABULARY = 5000
 
 
-def count_kernels(out: Path) -> None:
-    counted = []
-    for sizes, eight_bit in CASES:
-        launched: Counter[Any] = Counter()
-        vars(torch)["compile"] = Compiler(launched.update).compile
-        weight = nn.Parameter(torch.zeros(sizes, dtype=torch.bfloat16, device="cuda"))
-        groups, rule = [{"params": [("weight", weight)]}], AdamW8bit if eight_bit else AdamW
-        optimizer = ShardedOptimizer(groups, rule, 1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-        optimizer.compile_update()
-        launched.clear()
-        weight.grad = torch.zeros_like(weight)
-        optimizer.step()
-        assert optimizer.is_compiled
-        least = 3 * weight.nbytes + 2 * sum(optimizer.state_sizes(weight))
-        moved = sum(kernel.n_bytes * times for kernel, times in launched.items())
-        counted.append([launched.total(), moved / least])
-    out.write_text(json.dumps(counted), encoding="utf-8")
+def count_graphs() -> None:
+    """Compile the loss on few rows, and use it on chunks of any length."""
+    compiling.can_compile = lambda _: True
+    torch.compile = partial(torch.compile, backend="eager")
+    width, device, dtype = 16, torch.device("cuda"), torch.bfloat16
+    head: Any = LossHead(width, VOCABULARY, bias=False, device=device, dtype=dtype)
+    head.batch, head.is_last = None, True
+    model: Any = SimpleNamespace(get_output_embeddings=lambda: head)
+    compile_loss(model, dtype, device, evaluates=True)
+    graphs = counters["stats"]["unique_graphs"]
+    loss._CHUNK_BYTES["cuda"] = 8 * VOCABULARY * dtype.itemsize
+    for rows in (20, 8, 5):  # chunks of eight, and a last one of four or five
+        for wants_gradients in (True, False):
+            targets = torch.zeros(rows, dtype=torch.int64, device=device)
+            given = torch.zeros(rows, width, dtype=dtype, device=device), head.weight, None, targets
+            loss._SummedCrossEntropy.apply(*given, wants_gradients, "cuda")
+    assert graphs == counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.full
-def test_a_compiled_update_is_few_kernels_that_move_little_more_than_they_must(tmp_path):
-    """A parameter is one call, of whole blocks and the rest of each row."""
-    finish(on_gpus(1, count_kernels, tmp_path / "counted", cwd=tmp_path))
-    counted = json.loads((tmp_path / "counted").read_text(encoding="utf-8"))
-    for case, (kernels, times) in zip(CASES, counted, strict=True):
-        assert kernels <= 5, case
-        assert 1 <= times <= 1.5, (case, times)
+def test_a_loss_that_is_compiled_before_the_first_step_is_compiled_for_all(tmp_path):
+    finish(on_gpus(1, count_graphs, cwd=tmp_path))

@@ -18,8 +18,7 @@ and the grouped product are their definitions, with the checks of the real kerne
   `hollow.py`.
 
 What it cannot show: kernels that write what another stream still reads, NCCL itself, the rounding
-and the speed of kernels, fragmentation, compiled code (`compiled.py` says which kernels it would
-be), drivers.
+and the speed of kernels, fragmentation, compiled code, drivers.
 
 Any command, with N GPUs in all of its processes (needs g++; the first time takes half a minute):
 

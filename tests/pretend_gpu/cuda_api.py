@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -91,9 +90,8 @@ def _total() -> int:
 
 
 def _free_and_total(device: Any = None) -> tuple[int, int]:
-    """Return what `cudaMemGetInfo` does; PRETEND_FREE_GB stands for a GPU that others use."""
-    others = float(os.environ.get("PRETEND_FREE_GB", "inf")) * 1e9
-    return int(min(others, _total() - _memory(device)[2])), _total()
+    """Return what `cudaMemGetInfo` does."""
+    return _total() - _memory(device)[2], _total()
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -113,16 +111,6 @@ def _seed(seed: int) -> None:
 def _seed_all(seed: int) -> None:
     for device in range(_OPS.gpus()):
         _OPS.seed(device, seed % 2**63)
-
-
-def _memory_stats(device: Any = None) -> dict[str, int]:
-    held, peak, reserved = _memory(device)
-    names = {"allocated_bytes": (held, peak), "reserved_bytes": (reserved, reserved)}
-    return {
-        f"{name}.all.{which}": value
-        for name, values in names.items()
-        for which, value in zip(("current", "peak"), values, strict=True)
-    } | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _dump_snapshot(filename: str = "dump_snapshot.pickle", *_: Any) -> None:
@@ -176,7 +164,6 @@ _TORCH_CUDA: dict[str, Any] = {
     "mem_get_info": _free_and_total,
     "memory_allocated": lambda d=None: _memory(d)[0],
     "memory_reserved": lambda d=None: _memory(d)[2],
-    "memory_stats": _memory_stats,
     "reset_peak_memory_stats": lambda d=None: _OPS.reset_peak(_index(d)),
     "set_device": lambda d: _OPS.set_device(_index(d)),
     "set_rng_state": lambda state, d=None: _OPS.set_random_state(_index(d), state),

@@ -66,13 +66,18 @@ def hollow_peaks(
     options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
     options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}"]
     options += [f"--stage={stage}", f"--planned={json.dumps(planned)}", f"--tiles={tiles}"]
-    options += assignments
-    command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
+    lines = in_process("tests.pretend_gpu.hollow", *options, *assignments, timeout_s=timeout_s)
+    return Peaks(**json.loads(lines[-1]))
+
+
+def in_process(module: str, *options: str, timeout_s: float) -> list[str]:
+    """Return the lines that a module says in a process of its own."""
+    command = [sys.executable, "-m", module, *options]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
-    return Peaks(**json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout.splitlines()
 
 
 def parse(arguments: Sequence[str] | None = None, doc: str | None = __doc__) -> argparse.Namespace:

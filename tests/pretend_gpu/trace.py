@@ -15,11 +15,7 @@ stream.
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +104,10 @@ def trace_of(
     *assignments: str,
     gb: float = 80.0,
     stage: int = 0,
-    planned: Sequence[int] = hollow.NO_GROUPS,
-    timeout_s: float = 300,
 ) -> list[str]:
     """Return what `traced` does, of a stage's first rank on 2 x 8 GPUs, in a process of its own."""
     options = [f"--config={config}", f"--model={model}", f"--gpu-memory={gb}", f"--stage={stage}"]
-    options.append(f"--planned={json.dumps(planned)}")
-    command = [sys.executable, "-m", "tests.pretend_gpu.trace", *options, *assignments]
-    done = subprocess.run(
-        command,
-        cwd=hollow.REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
-    return done.stdout.splitlines()
+    return hollow.in_process("tests.pretend_gpu.trace", *options, *assignments, timeout_s=300)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 from transformers import GenerationConfig
 
@@ -169,16 +168,6 @@ def test_a_run_keeps_the_data_that_it_maps_when_another_makes_the_entry_anew(mod
     assert (first.entry / "train.record").read_bytes() == (tmp_path / "train.record").read_bytes()
     assert open_prepared(first.entry).key == first.prepared.key
     assert Run(model, train).lines == [f"Data: cached in {first.entry}"]
-
-
-def test_the_digests_of_an_entry_are_those_of_its_files(model, tmp_path):
-    entry = Run(model, write(tmp_path / "a.jsonl", [chat("q")])).entry
-    lines = (entry / "digests.xxh128").read_text("utf-8").splitlines()
-    digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    files = {file.name: file for file in entry.iterdir() if file.name != "digests.xxh128"}
-    assert digests == {
-        name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for name, file in files.items()
-    }
 
 
 def test_an_unwritable_cache_is_refused(model, tmp_path, monkeypatch):

@@ -1,9 +1,10 @@
-"""The trained tokens of a conversation; most cases stand in tests/data/chat/cases.yaml."""
+"""The trained tokens of conversations, most in tests/data/chat/cases.yaml, and of plain texts."""
+
+from __future__ import annotations
 
 import datetime
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from helpers.chat_cases import (
@@ -28,9 +29,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AddedToken, LlamaConfig
 
-from shardtune.config_io import load_config
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, stop_token_ids
-from shardtune.data.dataset import build_encoder
 from shardtune.data.outcomes import Outcome
 from shardtune.errors import UserError
 
@@ -88,33 +87,6 @@ def test_any_contents_train_the_answers_behind_the_prompts_of_inference(exchange
         assert chat.tokenizer.decode(sequence.input_ids[begin:end]) == text
     flags = [[False, *sequence.trained] for sequence in record.sequences]
     assert sum(a < b for f in flags for a, b in itertools.pairwise(f)) == len(turns)
-
-
-# Where a turn begins
-
-
-def test_a_beginning_that_would_merge_into_the_prompt_is_tokenized_apart():
-    record = encoder().encode_messages([user("q1"), answer("\nx")])
-    (sequence,) = record.sequences
-    tokenizer = bytes_tokenizer()
-    assert show(tokenizer, sequence) == Q1 + A + "‹\nx<|im_end|>›\n"
-    tokens = tokenizer.convert_ids_to_tokens(sequence.input_ids)
-    assert tokens[-6:] == ["t", "Ċ", "Ċ", "x", "<|im_end|>", "Ċ"]
-    assert record.added_tokens == 0
-
-
-def test_turns_that_would_merge_are_one_sequence_each():
-    # Behind the first turn inference sees its text tokenized as a whole, with the merged token.
-    record = encoder().encode_messages([user("q1"), answer("\nx"), user("q2"), answer("a2")])
-    tokenizer = bytes_tokenizer()
-    assert [show(tokenizer, sequence) for sequence in record.sequences] == [
-        Q1 + A + "‹\nx<|im_end|>›\n",
-        Q1 + A + "\nx<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n",
-    ]
-    first, second = record.sequences
-    messages = [user("q1"), answer("\nx"), user("q2"), answer("a2")]
-    assert second.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
-    assert record.added_tokens == len(first.input_ids)
 
 
 # Where a turn ends
@@ -214,39 +186,32 @@ def test_a_directive_that_is_none_is_refused(directive):
 
 
 FLAGGED = [user("q1"), answer("a1", train=False), user("q2"), answer("a2", weight=1.0)]
-WHOLE = Q1 + A + "a1<|im_end|>\n" + Q2 + A + "a2<|im_end|>\n"
+
+
+def marked(*trained: str) -> str:
+    """Return the text of both turns with these answers trained."""
+    text = Q1 + A + "a1<|im_end|>\n" + Q2 + A + "a2<|im_end|>\n"
+    for each in trained:
+        text = text.replace(f"{each}<|im_end|>", f"‹{each}<|im_end|>›")
+    return text
+
+
+ALL_BUT_A1 = "<|im_start|>‹" + marked()[12:].replace("a1<|im_end|>", "›a1<|im_end|>‹") + "›"
 
 
 @pytest.mark.parametrize(
-    ("loss_on", "messages", "expected"),
+    ("loss_on", "first", "second", "expected"),
     [
-        ("assistant", FLAGGED, WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")),
-        ("last", FLAGGED, WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")),
-        (
-            "last",
-            [user("q1"), answer("a1", weight=1), user("q2"), answer("a2", train=True)],
-            WHOLE.replace("a1<|im_end|>", "‹a1<|im_end|>›").replace(
-                "a2<|im_end|>", "‹a2<|im_end|>›"
-            ),
-        ),
-        (
-            "last",
-            [user("q1"), answer("a1", train=True), user("q2"), answer("a2", train=False)],
-            WHOLE.replace("a1<|im_end|>", "‹a1<|im_end|>›"),
-        ),
-        (
-            "all",
-            FLAGGED,
-            "<|im_start|>‹" + WHOLE[12:].replace("a1<|im_end|>", "›a1<|im_end|>‹") + "›",
-        ),
-        (
-            "assistant",
-            [user("q1"), answer("a1", weight=0)],
-            None,
-        ),
+        ("assistant", {"train": False}, {"weight": 1.0}, marked("a2")),
+        ("last", {"train": False}, {"weight": 1.0}, marked("a2")),
+        ("last", {"weight": 1}, {"train": True}, marked("a1", "a2")),
+        ("last", {"train": True}, {"train": False}, marked("a1")),
+        ("all", {"train": False}, {"weight": 1.0}, ALL_BUT_A1),
+        ("assistant", {"weight": 0}, {"train": False}, None),
     ],
 )
-def test_flags_decide_over_loss_on(loss_on, messages, expected):
+def test_flags_decide_over_loss_on(loss_on, first, second, expected):
+    messages = [user("q1"), answer("a1", **first), user("q2"), answer("a2", **second)]
     sequences = encoder(loss_on=loss_on).encode_messages(messages).sequences
     assert [show(bytes_tokenizer(), sequence) for sequence in sequences] == (
         [expected] if expected else []
@@ -264,7 +229,7 @@ def test_an_untrained_turn_is_context_without_a_prompt_of_its_own():
 def test_a_template_does_not_see_the_flags():
     template = "{% for m in messages if 'train' in m or 'weight' in m %}!{% endfor %}" + CHATML
     (sequence,) = encoder(template).encode_messages(FLAGGED).sequences
-    assert show(bytes_tokenizer(), sequence) == WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")
+    assert show(bytes_tokenizer(), sequence) == marked("a2")
 
 
 def test_flags_that_loss_on_all_cannot_follow():
@@ -370,29 +335,64 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "bos", "text", "token"),
+    ("prompt", "completion", "expected"),
     [
-        ("chatml", None, "<|im_start|>user", "<|im_start|>"),
-        ("chatml", "<|im_start|>", "<|im_start|>user", "<|im_start|>"),  # at every turn
-        ("chatml", None, "hi<|im_end|>", None),
-        ("mistral v0.3", "<|im_start|>", "<|im_start|>hi", None),  # at the beginning alone
-        ("raises on all", None, "<|im_start|>user", None),
+        ("q: ", "a", "q: ‹a<|im_end|>›"),  # " a" is one token: the prompt keeps its own
+        ("q:", " a", "q:‹ a<|im_end|>›"),
+        ("q\n", "\na", "q\n‹\na<|im_end|>›"),
+        ("q", "", "q‹<|im_end|>›"),
+        ("q", "a<|im_end|>", "q‹a<|im_end|>›"),
+        ("", "xy", "x‹y<|im_end|>›"),  # nothing predicts the first token
+        ([user("q1")], [answer("a1")], Q1 + A + "‹a1<|im_end|>›\n"),
+        (TWO_TURNS[:3], TWO_TURNS[3:], Q1 + A + "a1<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n"),
     ],
 )
-def test_the_tokens_in_front_of_turns_tell_a_rendered_text(template, bos, text, token):
-    chat = encoder(TEMPLATES.get(template, "{{ raise_exception('no') }}"))
-    chat.tokenizer.bos_token = bos
-    note = next(chat.template.rendered_already({"text": text}), None)
-    assert (note and note[1]) == token
-    notes = [*chat.template.rendered_already({"messages": [user(text)]})]
-    assert [found for _, found in notes] == [token] * bool(token)
+def test_a_completion_is_trained_and_its_prompt_is_context(prompt, completion, expected):
+    chat = encoder()
+    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
+    assert show(chat.tokenizer, sequence) == expected
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code_of.Own", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
-    (tmp_path / "code_of.py").write_text("raise SystemExit\n")
-    data = load_config(Path("/dev/null"), [f"model.path={tmp_path}", "data.train=unread"], {}).data
-    with pytest.raises(UserError, match="its tokenizer is code of its own, which is not run"):
-        build_encoder(str(tmp_path), data, datetime.date(2026, 1, 1))
+def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too():
+    chat = encoder(loss_on="all")
+    (sequence,) = chat.encode_prompt_completion("q: ", "a").sequences
+    tokens = chat.tokenizer.convert_ids_to_tokens(sequence.input_ids)
+    assert tokens == ["q", ":", "Ġ", "a", "<|im_end|>"]
+    assert sequence.trained == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("kind", ["always", "first"])
+def test_plain_text_has_the_bos_of_its_tokenizer_once(kind):
+    tokenizer = words_tokenizer(kind)
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
+    prompt = tokenizer("the capital of France is")["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    whole = tokenizer("the capital of France is Paris")["input_ids"]
+    assert sequence.input_ids == [*whole, tokenizer.eos_token_id]
+    assert sequence.trained == [i >= len(prompt) for i in range(len(whole) + 1)]
+    for text in ("hello world", "<s>hello world"):
+        (sequence,) = chat.encode_text(text).sequences
+        assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
+        assert sequence.trained == [False] + [True] * (len(sequence.input_ids) - 1)
+        assert sequence.input_ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(sequence.input_ids[1:-1]).strip() == "hello world"
+
+
+def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused():
+    # Behind a part of a word this tokenizer cannot begin a text without a blank.
+    tokenizer = words_tokenizer("always")
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    with pytest.raises(ChatError, match="cannot begin a text with 'ital' behind 'the cap'"):
+        chat.encode_prompt_completion("the cap", "ital")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("xyz", "x‹yz<|im_end|>›"), ("xyz<|im_end|>", "x‹yz<|im_end|>›"), ("", "<|im_end|>")],
+)
+def test_a_text_is_trained_whole_with_an_end_token(text, expected):
+    chat = encoder()
+    record = chat.encode_text(text)
+    assert show(chat.tokenizer, record.sequences[0]) == expected
+    assert record.appended_stop == (not text.endswith("<|im_end|>"))

@@ -357,14 +357,19 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
             assert sequence.input_ids[:first] == prompt["input_ids"]
 
 
+def encoder_of(
+    templates: Path, name: str, loss_on: str, options: dict[str, bool] | None = None
+) -> ChatEncoder:
+    template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = make_tokenizer(ROWS[name].stops, template)
+    stops = tokenizer.convert_tokens_to_ids(ROWS[name].stops.split())
+    return ChatEncoder(tokenizer, stops, loss_on, DATE, "T", options)
+
+
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_stock_template_trains_its_answers_or_is_refused(templates, name, loss_on):
-    row = ROWS[name]
-    template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer = make_tokenizer(row.stops, template)
-    stops = tokenizer.convert_tokens_to_ids(row.stops.split())
-    encoder = ChatEncoder(tokenizer, stops, loss_on, DATE, "T")
+    row, encoder = ROWS[name], encoder_of(templates, name, loss_on)
     for case in CASES:
         turns = expected_turns(case, row, loss_on)
         if turns[0] not in REFUSALS:
@@ -381,80 +386,40 @@ def test_every_stock_template_has_a_row(templates):
 
 # data.template_options
 
-REASONED = [user("Qone"), answer("Aone", reasoning_content="Tone")]
-TWO = [*CASES["single"], user("Qtwo"), answer("Atwo")]
-TWO_REASONED = [*REASONED, user("Qtwo"), answer("Atwo", reasoning_content="Ttwo")]
-
-
-def glm(question: str, thinks: bool) -> str:
-    return f"<|user|>\n{question}{'' if thinks else '/nothink'}<|assistant|>"
-
-
-def qwen(role: str, text: str = "") -> str:
-    return f"<|im_start|>{role}\n{text}" + ("<|im_end|>\n" if text else "")
-
-
 NO_THINK = "<think>\n\n</think>\n\n"
-THINKING = {
+QWEN = "<|im_start|>user\nQ{}<|im_end|>\n<|im_start|>assistant\n"
+WITHOUT_THOUGHTS = {
     # By hand from the templates: the text of each sequence with ‹what is trained›.
-    ("glm4moe", False, "reasoned"): None,
-    ("glm4moe", True, "two"): [
-        "[gMASK]<sop>"
-        + glm("Qone", True)
-        + "‹\n<think></think>\nAone<|user|>›\nQtwo<|assistant|>‹\n<think></think>\nAtwo<|user|>›"
-    ],
-    ("glm4moe", False, "two"): [
-        "[gMASK]<sop>"
-        + glm("Qone", False)
-        + "\n<think></think>‹\nAone<|user|>›\nQtwo/nothink<|assistant|>\n<think></think>"
+    ("glm4moe", "reason"): None,
+    ("glm4moe", "multi"): [
+        "[gMASK]<sop><|user|>\nQone/nothink<|assistant|>"
+        "\n<think></think>‹\nAone<|user|>›\nQtwo/nothink<|assistant|>\n<think></think>"
         "‹\nAtwo<|user|>›"
     ],
-    ("glm4moe", True, "two reasoned"): [
-        "[gMASK]<sop>" + glm("Qone", True) + "‹\n<think>Tone</think>\nAone<|user|>›",
-        "[gMASK]<sop>"
-        + glm("Qone", True)
-        + "\n<think></think>\nAone"
-        + glm("Qtwo", True)
-        + "‹\n<think>Ttwo</think>\nAtwo<|user|>›",
-    ],
-    ("qwen3", True, "plain"): [
-        qwen("user", "Qone") + qwen("assistant") + f"‹{NO_THINK}Aone<|im_end|>›\n"
-    ],
-    ("qwen3", False, "reasoned"): None,
-    ("qwen3", False, "two"): [
-        qwen("user", "Qone") + qwen("assistant") + f"{NO_THINK}‹Aone<|im_end|>›\n",
-        qwen("user", "Qone")
-        + qwen("assistant", "Aone")
-        + qwen("user", "Qtwo")
-        + qwen("assistant")
+    ("qwen3", "reason"): None,
+    ("qwen3", "multi"): [
+        QWEN.format("one") + f"{NO_THINK}‹Aone<|im_end|>›\n",
+        QWEN.format("one")
+        + "Aone<|im_end|>\n"
+        + QWEN.format("two")
         + f"{NO_THINK}‹Atwo<|im_end|>›\n",
     ],
-    ("qwen3", True, "two reasoned"): [
-        qwen("user", "Qone") + qwen("assistant") + "‹<think>\nTone\n</think>\n\nAone<|im_end|>›\n",
-        qwen("user", "Qone")
-        + qwen("assistant", "Aone")
-        + qwen("user", "Qtwo")
-        + qwen("assistant")
-        + "‹<think>\nTtwo\n</think>\n\nAtwo<|im_end|>›\n",
-    ],
 }
-TALKS = {"plain": CASES["single"], "reasoned": REASONED, "two": TWO, "two reasoned": TWO_REASONED}
 
 
-@pytest.mark.parametrize(("name", "thinks", "talk"), THINKING)
-def test_masks_follow_enable_thinking(templates, name, thinks, talk):
-    template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
-    row, options = ROWS[name], {"enable_thinking": thinks}
-    tokenizer = make_tokenizer(row.stops, template)
-    stops = tokenizer.convert_tokens_to_ids(row.stops.split())
-    encoder = ChatEncoder(tokenizer, stops, "assistant", DATE, "T", options)
-    expected = THINKING[name, thinks, talk]
+@pytest.mark.parametrize(("name", "case"), WITHOUT_THOUGHTS)
+def test_masks_follow_enable_thinking(templates, name, case):
+    """It is true by default, as in the rows above."""
+    encoder = encoder_of(templates, name, "assistant", {"enable_thinking": False})
+    expected = WITHOUT_THOUGHTS[name, case]
     if expected is None:  # the model would have to think behind a prompt that says it has not to
         with pytest.raises(ChatError, match=f"{PROMPT} T.* is not in .*data.template_options"):
-            encoder.encode_messages(TALKS[talk])
+            encoder.encode_messages(CASES[case])
         return
-    sequences = encoder.encode_messages(TALKS[talk]).sequences
-    assert [show(tokenizer, sequence) for sequence in sequences] == expected
-    first = runs(sequences[0])[0][0]
-    prompt = tokenizer.apply_chat_template(TALKS[talk][:1], add_generation_prompt=True, **options)
+    sequences = encoder.encode_messages(CASES[case]).sequences
+    assert [show(encoder.tokenizer, sequence) for sequence in sequences] == expected
+    first, options = runs(sequences[0])[0][0], {"add_generation_prompt": True}
+    prompt = encoder.tokenizer.apply_chat_template(
+        CASES[case][:1], **options, enable_thinking=False
+    )
     assert sequences[0].input_ids[:first] == prompt["input_ids"]

@@ -1,10 +1,13 @@
-"""`shardtune COMMAND`: exit codes and last lines that every command shares."""
+"""`shardtune COMMAND`: exit codes, lines, signals and garbage of every command."""
 
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
+import weakref
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +16,9 @@ from helpers.commands import REPOSITORY, completed
 from shardtune import __main__ as command_line
 from shardtune.__main__ import run
 from shardtune.errors import Aborted, RunFailed, UserError
+from shardtune.garbage_collection import imports_without_gc
+from shardtune.log import logger, node_logger, setup_logging
+from shardtune.training import garbage_collection
 
 WITH_CONFIG = ("train", "plan", "inspect-data")
 
@@ -62,16 +68,6 @@ def test_an_error_has_its_exit_code(error, code, lines, capfd, monkeypatch):
     assert errors[len(errors) - len(lines) :] == lines
 
 
-def test_a_reader_may_close_the_pipe():
-    command = [sys.executable, "-m", "shardtune", "config-schema"]
-    started = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert started.stdout and started.stderr
-    started.stdout.close()
-    assert (started.stderr.read(), started.wait()) == (b"", 0)
-
-
 @pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])
 def test_missing_packages_are_named(module, tmp_path):
     """An interpreter that finds no site-packages has none of the requirements."""
@@ -82,3 +78,82 @@ def test_missing_packages_are_named(module, tmp_path):
     packages = "torch, transformers, pyarrow, accelerate, psutil, pydantic, yaml"
     assert done.stderr.startswith(f"ERROR: {sys.executable} has no {packages} - activate ")
     assert done.stderr.count("\n") == 1
+
+
+PROGRAM = """
+import os, signal, sys, time, weakref
+from shardtune.__main__ import code_of
+from shardtune.distributed.signals import end_on_signal
+
+class Signals:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+
+def work():
+    owner = Signals()
+    weakref.finalize(owner, os.kill, os.getpid(), {number})
+    del owner
+    time.sleep(60)
+
+end_on_signal("before it was done - run it again", code=7)
+sys.exit(code_of(work))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_lands_in_a_finalizer_ends_the_process(number):
+    """Python drops what a finalizer raises."""
+    program = PROGRAM.format(number=int(number))
+    done = completed([sys.executable, "-c", program], timeout_s=10)
+    line = f"ERROR: ended by {number.name} before it was done - run it again\n"
+    assert (done.returncode, done.stderr) == (7, line)
+
+
+def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    monkeypatch.setattr(garbage_collection, "_micro_batches", count(1))
+    with garbage_collection.collected_by_micro_batch():
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+        lost = weakref.ref(Cycle())
+        for _ in range(49):
+            garbage_collection.collect_if_due()
+            assert lost() is not None
+        garbage_collection.collect_if_due()
+        assert lost() is None
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_nothing_is_collected_during_imports_and_later_collections_leave_them_out():
+    gc.unfreeze()
+    with imports_without_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("is_main", "is_node_main", "shown"),
+    [(True, True, "run\nWARNING: hot\nnode\n"), (False, True, "node\n"), (False, False, "")],
+)
+def test_lines_appear_once_a_run_or_once_a_node(is_main, is_node_main, shown, capsys):
+    setup_logging(is_main, is_node_main)
+    logger.info("run")
+    logger.warning("hot")
+    node_logger.info("node")
+    assert capsys.readouterr() == (shown, "")
+
+
+def test_no_library_shows_progress_in_a_log():
+    """datasets is imported later, where it is needed."""
+    program = """
+from shardtune.data.hub import datasets_library
+from shardtune.log import quiet_libraries
+quiet_libraries(is_main=True)
+print(datasets_library().are_progress_bars_disabled())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

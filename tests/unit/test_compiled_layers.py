@@ -1,4 +1,4 @@
-"""Layers are compiled in few graphs, keep what they should, and run eager where they cannot be."""
+"""What is compiled and what checkpointing keeps, and that the rest runs eager, said once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from helpers.commands import finish
+from helpers.moe_families import build
 from helpers.ranks import on_ranks
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor
 from torch._inductor.async_compile import get_compile_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.tiny import tiny_config
 from shardtune.distributed import compiling
+from shardtune.distributed.compiling import (
+    can_compile,
+    compile_for_all_lengths,
+    compiled_or_eager,
+)
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
 from shardtune.model import documents
@@ -52,14 +60,22 @@ GRAPHS_ALONE, PARTITIONED = "eager", "aot_eager_decomp_partition"
 
 
 @pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
+def compiled_anew(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    for name in ("shardtune", "shardtune.node"):
+        caplog.set_level(logging.INFO, name)
     torch._dynamo.reset()
+    can_compile.cache_clear()
     counters.clear()
     with functorch_config.patch(
         force_non_lazy_backward_lowering=False, aggressive_recomputation=False
     ):
         yield
     torch._dynamo.reset()
+    can_compile.cache_clear()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("shardtune")]
 
 
 def small(name: str) -> Any:
@@ -144,21 +160,16 @@ def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
     expected = loss_of(model)
     (gradient,) = torch.autograd.grad(expected, model.model.embed_tokens.weight)
     checkpoint(model, checkpointing)
-    with (
-        caplog.at_level(logging.INFO, "shardtune.node"),
-        caplog.at_level(logging.INFO, "shardtune"),
-    ):
-        compile_with(model, backend, monkeypatch, "cuda", checkpointing=checkpointing)
-        for _ in range(2):
-            found = loss_of(model)
-            assert found.item() == expected.item()
-            with documents.of(documents.row_of([5, 12])):
-                (mine,) = torch.autograd.grad(found, model.model.embed_tokens.weight)
-            assert torch.equal(mine, gradient)
-    lines = [record.message for record in caplog.records if record.name.startswith("shardtune")]
-    assert lines[0] == "Compile: layers, each at its first use"
-    assert len(lines) == 2 and "no such kernel" in lines[1]
-    assert lines[1].startswith("Compile: layers run eager, since LlamaDecoderLayer cannot be ")
+    compile_with(model, backend, monkeypatch, "cuda", checkpointing=checkpointing)
+    for _ in range(2):
+        found = loss_of(model)
+        assert found.item() == expected.item()
+        with documents.of(documents.row_of([5, 12])):
+            (mine,) = torch.autograd.grad(found, model.model.embed_tokens.weight)
+        assert torch.equal(mine, gradient)
+    first, second = said(caplog)
+    assert first == "Compile: layers, each at its first use"
+    assert "LlamaDecoderLayer" in second and "no such kernel" in second
 
 
 def test_with_true_a_layer_that_cannot_be_compiled_is_refused(monkeypatch):
@@ -169,30 +180,25 @@ def test_with_true_a_layer_that_cannot_be_compiled_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "able", "said"),
+    ("setting", "device", "able", "words"),
     [
-        ("auto", "cpu", [True, True], None),
-        (False, "cuda", [True, True], None),
+        ("auto", "cpu", [True, True], ""),
+        (False, "cuda", [True, True], ""),
         ("auto", "cuda", [True, True], "Compile: layers, each at its first use"),
         ("auto", "cuda", [True, False], "Compile: layers run eager, since rank 1 cannot compile"),
-        ("auto", "cuda", [False, True], None),  # `can_compile` has said why
+        ("auto", "cuda", [False, True], ""),  # `can_compile` has said why
     ],
 )
 def test_auto_compiles_on_gpus_where_every_rank_can(
-    setting, device, able, said, monkeypatch, caplog
+    setting, device, able, words, monkeypatch, caplog
 ):
     monkeypatch.setattr(compiling, "can_compile", lambda _: able[0])
     model = small("llama-3-8b")
     world: Any = SimpleNamespace(
         device=torch.device(device), layout=Layout(2), all_gather_json=lambda _: able
     )
-    with (
-        caplog.at_level(logging.INFO, "shardtune.node"),
-        caplog.at_level(logging.INFO, "shardtune"),
-    ):
-        compile_layers(model, setting, world)
-    lines = [record.message for record in caplog.records if record.name.startswith("shardtune")]
-    assert lines == ([said] if said else [])
+    compile_layers(model, setting, world)
+    assert [line.startswith(words) for line in said(caplog)] == [True] * bool(words)
     is_compiled = "forward" in vars(model.model.layers[0])
     assert is_compiled == (setting == "auto" and device == "cuda" and all(able))
 
@@ -282,3 +288,72 @@ def require_workers(number: int) -> None:
 def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(ranks, tmp_path):
     cores = len(os.sched_getaffinity(0))
     finish(on_ranks(ranks, require_workers, max(1, min(32, cores // ranks)), cwd=tmp_path))
+
+
+CPU = torch.device("cpu")
+
+
+def square(x: torch.Tensor) -> None:
+    x.mul_(x).add_(3)
+
+
+def test_all_that_is_compiled_adds_up_in_one_order(monkeypatch):
+    """Else a GPU takes the fastest of some kernels, of which each has an order of its own."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda _, **options: given.update(options))
+    compile_for_all_lengths(square)
+    assert given == {"dynamic": True, "options": {"deterministic": True}}
+
+
+def test_without_a_compiler_functions_run_eager_and_it_is_said_once(caplog):
+    x = torch.full((5,), 2.0)
+    with inductor.patch({"cpp.cxx": ("/nowhere/c++",), "force_disable_caches": True}):
+        for name in ("the square", "the other"):
+            compiled_or_eager(square, name, CPU)(x)
+    assert x.eq(52).all()
+    (line,) = said(caplog)
+    assert line.startswith("Compile: nothing is compiled for this CPU (")
+
+
+@pytest.mark.full
+def test_a_function_that_cannot_be_compiled_runs_eager_and_is_named_once(caplog):
+    def with_a_break(x: torch.Tensor) -> None:
+        x.add_(1)
+        torch._dynamo.graph_break()
+
+    x, call = torch.zeros(5), compiled_or_eager(with_a_break, "the break", CPU)
+    call(x)
+    call(x)
+    assert x.eq(2).all(), "what fails to compile has changed nothing"
+    (line,) = said(caplog)
+    assert line.startswith("Compile: the break runs eager (")
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_gradients_are_those_without_checkpointing(family, experts):
+    torch.manual_seed(0)
+    model = build(family).train()
+    model.set_experts_implementation(experts)
+    require_same_gradients(model)
+    assert torch.ops.aten.mm.default in kept_operators(model)
+    is_kept = torch.ops.aten._grouped_mm.default in kept_operators(model)
+    assert is_kept == (family == "mixtral")
+
+
+def test_products_that_a_layer_adds_to_are_not_kept():
+    """PyTorch does not notice where Gemma 3n does so."""
+    torch.manual_seed(0)
+    require_same_gradients(AutoModelForCausalLM.from_config(tiny_config("gemma3n_text")).train())
+
+
+def require_same_gradients(model: PreTrainedModel) -> None:
+    ids = torch.randint(100, (1, 40))
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

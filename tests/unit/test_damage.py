@@ -1,8 +1,9 @@
-"""Damaged checkpoints: the damage is found and named, and the one before is taken."""
+"""Damaged checkpoints: `verify` and a start name the damage, and the one before is taken."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import random
@@ -13,10 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import xxhash
 from helpers.ranks import world_of
+from helpers.small_runs import checkpoint
 from helpers.thread_ranks import Tiny, TinyConfig, save_steps
 
+from shardtune.__main__ import run
 from shardtune.checkpoint import agree_on_checkpoint, verify_checkpoint
+from shardtune.checkpoint.assets import LISTING, listing_json
 from shardtune.checkpoint.manifest import ASSETS
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.errors import UserError
@@ -113,19 +118,10 @@ def foreign_complete(checkpoint: Path) -> str:
     return "manifest.json: does not match the digest in COMPLETE"
 
 
-DAMAGES = [
-    truncated,
-    extended,
-    swapped,
-    missing,
-    missing_asset,
-    foreign,
-    foreign_manifest,
-    foreign_complete,
-]
+DAMAGES = [truncated, extended, swapped, missing, missing_asset, foreign, foreign_manifest]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, foreign_complete])
 def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, saved, tmp_path, caplog):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     newest = folder / "run/checkpoints/checkpoint_0000003"
@@ -141,3 +137,81 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, saved, tmp_p
         shutil.rmtree(newest.with_name(f"checkpoint_000000{step}"))
     with pytest.raises(UserError):  # a start anew would lose it
         resumed_step(folder)
+
+
+@pytest.fixture
+def of_two(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks."""
+    save_steps((2,), 2, [tmp_path / "run"], keep=1)
+    return checkpoint(tmp_path / "run", 2)
+
+
+def verified(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
+    """The exit code, standard output, and the lines on standard error."""
+    code = run(["verify", str(directory)])
+    out, err = capsys.readouterr()
+    return code, out, err.splitlines()
+
+
+def test_each_bad_file_has_a_line(of_two, capsys):
+    first, second = (of_two / f"rank_0000{rank}.safetensors" for rank in (0, 1))
+    first.write_bytes(first.read_bytes() + b"\0")
+    second.unlink()
+    code, out, (damaged, missing) = verified(of_two, capsys)
+    assert (code, out) == (1, "")
+    assert re.match(rf"ERROR: {first}: is damaged \(its length is not \d+\) - ", damaged)
+    assert re.match(rf"ERROR: {second.name}, written on node 1 \(\S+\), is missing - ", missing)
+
+
+def test_a_checkpoint_without_complete_or_manifest_is_refused(of_two, capsys):
+    (of_two / "manifest.json").rename(of_two / "kept")
+    code, _, (error,) = verified(of_two, capsys)
+    assert code == 1 and error.startswith(f"ERROR: {of_two}/manifest.json: cannot be read (")
+    (of_two / "kept").rename(of_two / "manifest.json")
+    (of_two / "COMPLETE").unlink()
+    code, _, (error,) = verified(of_two, capsys)
+    assert code == 1 and error.startswith(f"ERROR: {of_two}/COMPLETE: cannot be read (")
+
+
+@pytest.mark.parametrize("key", ["files", "state", "tensors"])
+def test_a_manifest_of_another_program_is_refused(key, of_two, capsys):
+    manifest = json.loads((of_two / "manifest.json").read_text(encoding="utf-8"))
+    manifest[key] = None
+    content = json.dumps(manifest).encode()
+    (of_two / "manifest.json").write_bytes(content)
+    (of_two / "COMPLETE").write_text(f"{xxhash.xxh3_128(content).hexdigest()}\n", encoding="utf-8")
+    code, _, (error,) = verified(of_two, capsys)
+    assert code == 1 and error.startswith(f"ERROR: {of_two}/manifest.json: has no {key} - ")
+
+
+@pytest.mark.parametrize("argument", ["manifest.json", "nothing", "x" * 300, "", ".."])
+def test_a_path_that_is_no_checkpoint_is_refused(argument, of_two, monkeypatch, capsys):
+    monkeypatch.chdir(of_two)
+    (of_two / "COMPLETE").rename(of_two / "complete")
+    (of_two / "manifest.json").rename(of_two / "manifest")
+    code, _, (error,) = verified(Path(argument), capsys)
+    assert code == 2
+    assert error.startswith(f"ERROR: {Path(argument)}: not a complete checkpoint (")
+
+
+def test_verify_reads_each_byte_once(of_two):
+    def bytes_read() -> int:
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text(encoding="utf-8"))[1])
+
+    before = bytes_read()
+    read_by_asking = bytes_read() - before
+    before = bytes_read()
+    assert verify_checkpoint([of_two]) == []
+    read = bytes_read() - before - read_by_asking
+    size = sum(path.stat().st_size for path in of_two.rglob("*") if path.is_file())
+    assert 0 <= read - size < 500
+
+
+UNUSABLE = [b"[]", b"[" * 100_000, listing_json({"checkpoint": {}})]
+
+
+@pytest.mark.parametrize("content", [*UNUSABLE, listing_json({"format": 2, "files": {}})])
+def test_an_export_json_that_cannot_be_used_is_named(content, tmp_path, capsys):
+    (tmp_path / LISTING).write_bytes(content)
+    assert run(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"ERROR: {tmp_path / LISTING}: is damaged - ")

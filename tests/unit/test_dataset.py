@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 from transformers import AutoConfig
 
 from shardtune.config import DataConfig
-from shardtune.data.dataset import added_tokens
 from shardtune.data.outcomes import Outcome
 from shardtune.training.data_and_schedule import read_data
 
@@ -55,28 +54,13 @@ def test_json_reaches_the_template_as_it_is_written(model, tmp_path):
         assert json.loads(text.partition("<|im_start|>")[0]) == tool
 
 
-def test_messages_need_a_template_and_text_does_not(tmp_path):
-    bare = save_model(tmp_path / "bare", template=None)
-    assert len(Run(bare, write(tmp_path / "b.jsonl", [{"text": "hello you"}])).texts()) == 1
-    (problem,) = problems_of(bare, write(tmp_path / "a.jsonl", [chat("q"), chat("r")]))
-    assert f"the tokenizer of {bare} has no chat template - " in problem
-
-
-def test_a_missing_tokenizer_is_refused(tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
-        (problem,) = problems_of(folder, tmp_path / "a.jsonl")
-        assert problem.startswith(f"model.path={folder}: no tokenizer")
-
-
 def test_nothing_to_train_is_dropped_loudly_or_refused(model, tmp_path):
     silent = {"messages": [{"role": "user", "content": "hello"}]}
     run = Run(model, write(tmp_path / "a.jsonl", [silent, chat("q"), silent]))
     assert run.prepared.train.record.tolist() == [1]
-    warning = "data.train: WARNING: records without a token to train, dropped: 2"
-    assert warning in run.prepared.lines
+    assert any("WARNING" in line and line.endswith("dropped: 2") for line in run.prepared.lines)
     (problem,) = problems_of(model, write(tmp_path / "b.jsonl", [silent]))
-    cause = "records without a token to train, dropped: 1"
-    assert problem.startswith(f"data.train: no token to train in 1 record ({cause}) - ")
+    assert problem.startswith("data.train: no token to train in 1 record (")
     (problem,) = problems_of(model, tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"))
     assert "data.eval: no token to train" in problem and f"in {tmp_path}/b.jsonl" in problem
 
@@ -90,9 +74,10 @@ def test_broken_records_are_counted_and_ten_are_named(model, tmp_path):
     problems = problems_of(model, tmp_path / "a.jsonl")
     assert len(problems) == 11
     assert problems[1].endswith(" (and 990 more like it)") and "more like it" not in problems[2]
-    assert problems[0].startswith(f"{tmp_path}/a.jsonl:3: invalid JSON (Expecting property name")
-    assert problems[1].startswith(f"{tmp_path}/a.jsonl:4: messages is [] - ")
-    assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
+    assert [problem.partition(": ")[0] for problem in problems[:2]] == [
+        f"{tmp_path}/a.jsonl:{line}" for line in (3, 4)
+    ]
+    assert problems[10].startswith("data.train: 1003 of 1004 ")
 
 
 def test_few_broken_records_may_be_dropped(model, tmp_path):
@@ -105,20 +90,19 @@ def test_few_broken_records_may_be_dropped(model, tmp_path):
     clean = Run(model, write(tmp_path / "clean.jsonl", good))
     run = Run(model, tmp_path / "few.jsonl", on_broken="drop")
     assert run.prepared.key == clean.prepared.key
-    assert run.prepared.lines[0].startswith("data.train: 198 records in ")
-    count, a, b = run.prepared.lines[-3:]
-    assert count == "data.train: WARNING: broken records, dropped: 2 of 200"
-    assert a.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:199: has a - ")
-    assert b.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:200: messages is [] - ")
+    count, *named = run.prepared.lines[-3:]
+    assert count.endswith("dropped: 2 of 200")
+    assert [line.split(": ")[2] for line in named] == [
+        f"{tmp_path}/few.jsonl:{n}" for n in (199, 200)
+    ]
     both = Run(model, sources, on_broken="drop", eval=str(tmp_path / "few.jsonl"))
     counts = [line for line in both.prepared.lines if line.endswith("dropped: 2 of 200")]
     named = [line.partition(":")[0] for line in counts]
     assert named == ["data.train.few", "data.train.b", "data.eval"]
     sources[1]["path"] = str(tmp_path / "more.jsonl")
     first, limit = problems_of(model, sources, on_broken="drop")
-    assert first.startswith(f"{tmp_path}/more.jsonl:198: has a - ")
-    said = "data.train.b: 2 of 199 records broken, and data.on_broken leaves out 1% of a source "
-    assert limit.startswith(said) and limit.endswith('with "data.on_broken={drop: 0.02}"')
+    assert first.startswith(f"{tmp_path}/more.jsonl:198: ")
+    assert limit.startswith("data.train.b: 2 of 199 ") and "data.on_broken={drop: 0.02}" in limit
     assert Run(model, sources, on_broken={"drop": 0.02}).prepared
     assert problems_of(model, sources, on_broken={"drop": 0.01})
 
@@ -136,78 +120,39 @@ OVERFLOWING = [
     {"prompt": "0123456789", "completion": "x"},
     {"prompt": "0", "completion": "0123456789"},
 ]
-LONG = "records longer than data.max_length=5,"
 
 
 @pytest.mark.parametrize(
-    ("data", "texts", "lines"),
+    ("overflow", "texts", "numbers"),
+    # Of records, sequences, tokens and trained ones; of each line about long records, behind the
+    # length of a row.
     [
         (
-            {},
-            [
-                "0123456789<|im_end|>",
-                "abc<|im_end|>",
-                "0123456789x<|im_end|>",
-                "00123456789<|im_end|>",
-            ],
-            ["4 records in 4 sequences, 39 tokens, 26 of them trained"],
+            "truncate",
+            "01234 abc<|im_end|> 00123",
+            [[4, 3, 14, 11], [2, 1, 13, 13, 12], [1, 1, 12, 2, 12]],
         ),
+        ("drop", "abc<|im_end|>", [[4, 1, 4, 3], [3, 2, 35, 23, 12]]),
         (
-            {"max_length": 5, "overflow": "truncate"},
-            ["01234", "abc<|im_end|>", "00123"],
-            [
-                "4 records in 3 sequences, 14 tokens, 11 of them trained",
-                f"{LONG} truncated: 2 | answers trained without their end: 1 | tokens lost: 13 | "
-                "trained tokens lost: 13",
-                f"WARNING: {LONG} dropped: 1 | trained turns lost: 1 | tokens lost: 12 | "
-                "trained tokens lost: 2",
-            ],
+            "split",
+            "01234 45678 89<|im_end|> abc<|im_end|> 89x<|im_end|> 00123 34567 789<|im_end|>",
+            [[4, 8, 35, 26], [3, 8, 4, 12]],
         ),
+        # Texts are split, and what must be whole is dropped.
         (
-            {"max_length": 5, "overflow": "drop"},
-            ["abc<|im_end|>"],
-            [
-                "4 records in 1 sequences, 4 tokens, 3 of them trained",
-                f"WARNING: {LONG} dropped: 3 | trained turns lost: 2 | tokens lost: 35 | "
-                "trained tokens lost: 23",
-            ],
-        ),
-        (
-            {"max_length": 5, "overflow": "split"},
-            [
-                "01234",
-                "45678",
-                "89<|im_end|>",
-                "abc<|im_end|>",
-                "89x<|im_end|>",
-                "00123",
-                "34567",
-                "789<|im_end|>",
-            ],
-            [
-                "4 records in 8 sequences, 35 tokens, 26 of them trained",
-                f"{LONG} split into rows: 3 | tokens lost: 8 | tokens repeated as context: 4",
-            ],
-        ),
-        (
-            {"max_length": 5},  # turns: texts are split, what must be whole is dropped
-            ["01234", "45678", "89<|im_end|>", "abc<|im_end|>"],
-            [
-                "4 records in 4 sequences, 17 tokens, 13 of them trained",
-                f"{LONG} split into rows: 1 | tokens repeated as context: 2",
-                f"WARNING: {LONG} dropped: 2 | trained turns lost: 2 | tokens lost: 24 | "
-                "trained tokens lost: 13",
-            ],
+            "turns",
+            "01234 45678 89<|im_end|> abc<|im_end|>",
+            [[4, 4, 17, 13], [1, 2, 12], [2, 2, 24, 13, 12]],
         ),
     ],
 )
-def test_overflow_is_counted(data, texts, lines, model, tmp_path):
-    run = Run(model, write(tmp_path / "a.jsonl", OVERFLOWING), **data)
-    assert [text for text, _ in run.texts()] == texts
-    said = {line for line in run.prepared.lines if "end token was appended" not in line}
-    holds_all = " | data.max_length=12 holds all"
-    assert said == {f"data.train: {line}{holds_all * (LONG in line)}" for line in lines}
-    longer = Run(model, tmp_path / "a.jsonl", **data | {"max_length": 12})
+def test_overflow_is_counted(overflow, texts, numbers, model, tmp_path):
+    run = Run(model, write(tmp_path / "a.jsonl", OVERFLOWING), max_length=5, overflow=overflow)
+    assert [text for text, _ in run.texts()] == texts.split()
+    said = (line for line in run.prepared.lines if "end token was appended" not in line)
+    counts = [line.partition("data.max_length=5")[2] or line for line in said]
+    assert sorted([*map(int, re.findall(r"\d+", line))] for line in counts) == sorted(numbers)
+    longer = Run(model, tmp_path / "a.jsonl", max_length=12, overflow=overflow)
     assert not any("longer than" in line for line in longer.prepared.lines)
     assert not any(run.prepared.train[i][1][0] for i in range(len(run.prepared.train)))
 
@@ -224,7 +169,7 @@ def test_a_prompt_with_its_completion_is_kept_up_to_the_last_token_of_a_row(mode
         assert kept.prepared.train.lengths.tolist() == [n_tokens, 2]
         assert not any("longer than" in line for line in kept.prepared.lines)
         assert lost.prepared.train.record.tolist() == [1]
-        dropped = f"records longer than data.max_length={n_tokens - 1}, dropped: 1 | "
+        dropped = f"data.max_length={n_tokens - 1}, dropped: 1 | "
         assert any(dropped in line for line in lost.prepared.lines)
 
 
@@ -239,18 +184,20 @@ def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(model, tmp_pa
     assert trained == "0<|im_end|>1<|im_end|>"
     tokens = len(run.encoder.tokenizer(one_round.format("23456"))["input_ids"])
     both = len(run.encoder.tokenizer(2 * one_round.format("0"))["input_ids"])
-    long = "records longer than data.max_length=30"
-    assert [line for line in run.prepared.lines if long in line] == [
-        f"data.train: {long}, cut behind the last turn that fits: 1 | trained turns lost: 1 | "
-        f"tokens lost: {tokens} | trained tokens lost: 6 | "
-        f"data.max_length={both + tokens} holds all",
-        f"data.train: WARNING: {long}, dropped: 1 | trained turns lost: 2 | "
-        f"tokens lost: {both + tokens} | trained tokens lost: 8 | "
-        f"data.max_length={both + tokens} holds all",
+    said = [line for line in run.prepared.lines if "data.max_length=30" in line]
+    assert [[*map(int, re.findall(r"\d+", line))] for line in said] == [
+        [30, 1, 1, tokens, 6, both + tokens],
+        [30, 1, 2, both + tokens, 8, both + tokens],
     ]
 
 
-def test_empty_answers_are_counted(model, tmp_path):
+def counted(said: str, lines: list[str]) -> str:
+    """Return the number and the first record, without its folder, of the line that says so."""
+    (line,) = (line for line in lines if said in line)
+    return re.sub(r".*: (\d+ \| first: )\S*/(\S+) - .*", r"\1\2", line)
+
+
+def test_empty_turns_are_counted(model, tmp_path):
     empty = [
         chat("q", " "),
         {"messages": [m for reply in ("", "", "x") for m in chat("q", reply)["messages"]]},
@@ -263,29 +210,16 @@ def test_empty_answers_are_counted(model, tmp_path):
     call = {"tool_calls": [{"function": {"name": "f"}}]}
     calls = {"messages": [chat("q")["messages"][0], {"role": "assistant", "content": "", **call}]}
     lines = Run(model, write(tmp_path / "a.jsonl", [*empty, silent, calls])).prepared.lines
-    first = f" | first: {tmp_path}/a.jsonl:1 - write it, or leave such records out"
-    said = "data.train: WARNING: answers without a text, trained to end at once: "
-    assert f"{said}6{first}" in lines
+    said = "WARNING: answers without a text, "
+    assert counted(said, lines) == "6 | first: a.jsonl:1"
     last = Run(model, tmp_path / "a.jsonl", loss_on="last").prepared.lines
-    assert f"{said}4{first}" in last
+    assert counted(said, last) == "4 | first: a.jsonl:1"
     cut_off = {"messages": [*chat("q", "")["messages"], *chat("q " * 40, " ")["messages"]]}
     cut = Run(model, write(tmp_path / "b.jsonl", [cut_off]), max_length=40).prepared.lines
-    assert f"{said}1{first.replace('a.jsonl', 'b.jsonl')}" in cut
-
-
-def test_empty_questions_are_counted(model, tmp_path):
+    assert counted(said, cut) == "1 | first: b.jsonl:1"
     records = [chat("q", "a"), chat(" ", "a"), {"prompt": "", "completion": "a"}]
-    lines = Run(model, write(tmp_path / "a.jsonl", records)).prepared.lines
-    first = f"{tmp_path}/a.jsonl:2 - write it, or leave such records out"
-    assert f"data.train: WARNING: questions without a text: 2 | first: {first}" in lines
-
-
-def test_overflow_may_be_refused(model, tmp_path):
-    train = write(tmp_path / "a.jsonl", OVERFLOWING)
-    problems = problems_of(model, train, max_length=5, overflow="error")
-    long, count = problems
-    assert long.startswith(f"{train}:1: has 11 tokens, more than data.max_length=5 - ")
-    assert long.endswith(" (and 2 more like it)") and count.startswith("data.train: 3 of 4 records")
+    lines = Run(model, write(tmp_path / "c.jsonl", records)).prepared.lines
+    assert counted("WARNING: questions without a text", lines) == "2 | first: c.jsonl:2"
 
 
 def test_unread_fields_and_files_are_named_once(model, tmp_path):
@@ -299,19 +233,16 @@ def test_unread_fields_and_files_are_named_once(model, tmp_path):
     (tmp_path / "d/README.md").touch()
     run = Run(model, tmp_path / "d")
     fields = {"id": 2, "prompt": 1, "tools": 1, "messages.mood": 1}
-    assert {line for line in run.prepared.lines if "which nothing reads" in line} == {
-        f"data.train: records with the field {name}, which nothing reads: {count}"
-        for name, count in fields.items()
+    said = [line for line in run.prepared.lines if "which nothing reads" in line]
+    assert {re.sub(r".* field (\S+),.*: (\d+)", r"\1 \2", line) for line in said} == {
+        f"{name} {count}" for name, count in fields.items()
     }
     (tmp_path / "d/empty.csv").write_text("text\n")
     write(tmp_path / "d/test-0.jsonl", [chat("r")])
     write(tmp_path / "d/train-0.jsonl", [chat("s")])
-    said = [line for line in Run(model, tmp_path / "d").prepared.lines if " file" in line]
-    assert said == [
-        "data.train: read 4 files; no record in: empty.csv; ignored: README.md",
-        "data.train: WARNING: files of several splits are read as one: test, train - move each "
-        "split into a directory of its own, and name those",
-    ]
+    read, splits = (line for line in Run(model, tmp_path / "d").prepared.lines if " file" in line)
+    assert all(word in read for word in ("4 files", ": empty.csv", ": README.md"))
+    assert "WARNING" in splits and ": test, train - " in splits
 
 
 def test_what_is_not_trained_as_it_seems_is_said_once(model, tmp_path):
@@ -339,28 +270,7 @@ def test_what_is_not_trained_as_it_seems_is_said_once(model, tmp_path):
     assert f"data.train: {Outcome.RENDERED_PROMPT.sentence.format('<|im_start|>')}: 1" in lines
     write(tmp_path / "b.jsonl", [chat(f"<image> {i}", image="a.jpg") for i in range(9)])
     problem, _ = problems_of(model, tmp_path / "b.jsonl")
-    assert problem.endswith(" - leave such records out (and 8 more like it)")
-
-
-def test_a_file_that_holds_no_records_is_named_once(model, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps([chat("q")] * 9, indent=1))
-    problem, count = problems_of(model, tmp_path / "a.jsonl")
-    assert "one JSON array over many lines" in problem
-    assert count.startswith("data.train: its broken records are not counted, as a file cannot ")
-
-
-def test_tool_calls_for_a_template_that_knows_none_are_refused_once(tmp_path):
-    plain = TEMPLATE.partition("{% for call")[0] + "<|im_end|>\n{% endfor %}"
-    plain += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    model = save_model(tmp_path / "model", plain)
-    records = [
-        {"messages": [*i * chat("q")["messages"], chat("q")["messages"][0], turn]}
-        for i in range(5)
-        for turn in calling({"name": f"f{i}", "arguments": {"x": i}})["messages"]
-    ]
-    problem, _ = problems_of(model, write(tmp_path / "a.jsonl", records))
-    assert "(assistant): it knows no tool calls - leave such records out" in problem
-    assert problem.endswith(" (and 4 more like it)")
+    assert problem.endswith("(and 8 more like it)")
 
 
 def test_evaluation_records_are_chosen_by_content(model, tmp_path):
@@ -450,15 +360,13 @@ def test_every_source_and_evaluation_set_must_train_something(model, tmp_path):
         f"data.eval.none={empty}: no record in it",
         "data.eval.long: no token to train in 2 records",
     ]
-    assert "longer than data.max_length=90, dropped: 2" in problems[3]
     found = [re.search(r"data\.max_length=(\d+), which holds all", problems[i]) for i in (1, 3)]
     (holds_all,) = {int(match[1]) for match in found if match}
     assert len(Run(model, sources[2:], max_length=holds_all).prepared.train) == 2
     assert "or data.overflow=split" in problems[1]
     assert len(Run(model, sources[2:], max_length=90, overflow="split").prepared.train) == 2
     (problem,) = problems_of(model, sources[:1], eval_fraction=0.999999)
-    assert problem.startswith("data.train.a: no token to train in 0 records - ")
-    assert problem.endswith(" or lower data.eval_fraction")
+    assert problem.startswith("data.train.a: ") and "data.eval_fraction" in problem
 
 
 def test_arrays_are_mapped_not_read(model, tmp_path):
@@ -492,9 +400,3 @@ def test_lora_warns_of_added_tokens_that_no_template_writes(is_lora, tmp_path, c
     with caplog.at_level(logging.WARNING, "shardtune"):
         read_data(run, AutoConfig.from_pretrained(model))
     assert [re.findall(r"<.+?>", line) for line in caplog.messages] == [["<|query|>"]] * is_lora
-
-
-def test_only_tokens_behind_the_vocabulary_count_as_added(tmp_path):
-    model = save_model(tmp_path / "model", None, more=["<|query|>"])
-    tokenizer = Run(model, write(tmp_path / "a.jsonl", [{"text": "a"}])).encoder.tokenizer
-    assert tokenizer.convert_ids_to_tokens(added_tokens(tokenizer)) == ["<|query|>"]

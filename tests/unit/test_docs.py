@@ -1,18 +1,24 @@
-"""The pages of README.md and docs/: their links, their paths, their examples, and the site made of
-them.
-"""
+"""The pages of README.md and docs/: links, paths, examples, descriptions; the site; the demo."""
 
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import re
 import tomllib
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
+from helpers.configs import DEFAULTS
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+
+from shardtune import metrics_schema
+from shardtune.__main__ import run
+from shardtune.cluster import environment
+from shardtune.metrics_schema import KINDS, markdown
+from shardtune.report.read_run import read_entry
 
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
 PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
@@ -107,3 +113,98 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path, c
     for page in pages:
         html = page.read_text(encoding="utf-8")
         assert re.findall(r'(?:src|<link[^>]* href)="https?:[^"]*"', html) == [], page.name
+
+
+CHATS = REPOSITORY / "examples/chats"
+# What a question with a name in it asks for.
+DEFAULT = re.compile(
+    r"What is (\S+)(?: in the launch scripts)?, unless I set it\?|What is the default of (\S+)\?"
+    r"|Which number does (\S+) have if I set none\?"
+)
+
+
+def questions(name: str) -> list[tuple[str, str]]:
+    """Return each question of a file with its answer."""
+    chats = [json.loads(line)["messages"] for line in (CHATS / name).read_text().splitlines()]
+    turns = [[message for message in chat if message["role"] != "system"] for chat in chats]
+    return [
+        (asked["content"], answer["content"])
+        for chat in turns
+        for asked, answer in zip(chat[::2], chat[1::2], strict=True)
+    ]
+
+
+SHORT = questions("short_eval.jsonl")
+
+
+def test_no_question_is_asked_twice():
+    files = ("train.jsonl", "eval.jsonl", "short_train.jsonl", "short_eval.jsonl")
+    asked = {name: {question.casefold() for question, _ in questions(name)} for name in files}
+    for held_out in ("eval.jsonl", "short_eval.jsonl"):
+        others = set().union(*(asked[name] for name in files if name != held_out))
+        assert asked[held_out].isdisjoint(others)
+    assert len(asked["short_eval.jsonl"]) == len(SHORT)
+
+
+def test_answers_that_name_a_default_are_the_default():
+    asked = 0
+    for question, answer in [*SHORT, *questions("short_train.jsonl")]:
+        if match := DEFAULT.fullmatch(question):
+            key = next(filter(None, match.groups()))
+            section, _, name = key.partition(".")
+            default = DEFAULTS[section][name] if name else environment.DEFAULTS[key]
+            assert float(answer) == float(default), question
+            asked += 1
+    assert asked >= 2 * 14
+
+
+SCHEMA = REPOSITORY / "docs/config.schema.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [([], "docs/config.schema.json"), (["--markdown"], "docs/configuration.md")],
+)
+def test_the_committed_description_is_current(arguments, file, capsys):
+    assert run(["config-schema", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (REPOSITORY / file).read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_every_key_has_a_description():
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert set(schema["properties"]) == set(DEFAULTS)
+    for section, defaults in DEFAULTS.items():
+        model = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+        assert model["properties"].keys() == defaults.keys() and not model["additionalProperties"]
+        assert all(key["description"].endswith((".", "`")) for key in model["properties"].values())
+
+
+def test_the_committed_page_is_current():
+    page = REPOSITORY / "docs/metrics.md"
+    assert markdown() == page.read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_every_kind_of_object_is_read_and_has_a_table():
+    """A class that is left out of the union is written, and neither checked nor explained."""
+    written = {
+        name
+        for name, value in vars(metrics_schema).items()
+        if name.endswith("Entry") and "kind" in getattr(value, "__annotations__", ())
+    }
+    assert written - {"_Entry"} == {entry.__name__ for entry in KINDS.values()}
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_read"),
+    [
+        ({"kind": "step", "step": 3}, True),  # of an older run
+        ({"kind": "step", "step": 3, "loss": None, "heat": [9]}, True),  # of a newer one
+        ({"kind": "weather", "step": 3, "loss": "low"}, True),
+        ({"kind": "step", "step": 3, "loss": "low"}, False),
+        ({"kind": "step", "step": -1}, False),
+        ({"kind": "experts", "step": 3, "layers": [{"entropy": 1.0}]}, False),
+    ],
+)
+def test_a_line_is_read_by_the_fields_that_it_has(entry, is_read):
+    assert read_entry(json.dumps(entry)) == (entry if is_read else None)

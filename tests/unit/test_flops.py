@@ -91,8 +91,7 @@ def require_flops_with_one_trained(model: Any) -> None:
     ("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")]
 )
 def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(kind, experts):
-    model = build(kind, experts)
-    require_flops_with_one_trained(model)
+    require_flops_with_one_trained(build(kind, experts))
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts", "latent"])
@@ -189,15 +188,9 @@ def test_a_weight_counts_as_often_as_a_token_meets_it(kind, others):
 @pytest.mark.parametrize(
     ("name", "dtype", "teraflops"),
     [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
-        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA H200", torch.float16, 989),
-        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
-        ("NVIDIA GB300", torch.bfloat16, 2500),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", torch.bfloat16, None),
     ],
 )
 def test_the_peaks_of_gpus_are_the_published_ones(name, dtype, teraflops):

@@ -1,4 +1,4 @@
-"""The outputs of stacked experts on sorted rows, their gradients, and what is compiled of them."""
+"""Stacked experts: outputs and gradients, what is compiled of them, and how they are spread."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ import torch
 import torch.nn.functional as F
 from helpers.commands import finish
 from helpers.configs import configured
-from helpers.moe_families import build
+from helpers.moe_families import FAMILIES, SMALL, build
 from helpers.pretended import needs_compiler, on_gpus
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.distributed import compiling
-from shardtune.distributed.exchange import linear_map
+from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.layout import Layout
+from shardtune.model.facts.of_model import facts_of_model
+from shardtune.model.facts.problems import expert_problems
 from shardtune.model.moe import grouped_experts
 from shardtune.model.moe.grouped_experts import TokenPairs, expert_outputs, gathering_forward
+from shardtune.model.moe.shared_experts import SharedExperts
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy
 
 SIZES = [1, 7, 0, 13]
 # Gates and weights at the activation; no gate; biases, behind which the weights are.
-FAMILIES: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 24},
     "nemotron_h": {
         "num_hidden_layers": 2,
@@ -55,7 +59,7 @@ def build_normed() -> Any:
 
 def experts_of(family: str) -> list[Any]:
     torch.manual_seed(0)
-    model = build_normed() if family in NORMED else build(family, **FAMILIES[family])
+    model = build_normed() if family in NORMED else build(family, **LAYOUTS[family])
     modules: list[Any] = [
         module for module in model.modules() if grouped_experts.are_stacked(type(module))
     ]
@@ -75,7 +79,7 @@ def routed(experts: Any, count: int = sum(SIZES)) -> list[torch.Tensor]:
     return [rows.requires_grad_(), weights.requires_grad_(), ids, ends]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *NORMED])
+@pytest.mark.parametrize("family", [*LAYOUTS, *NORMED])
 def test_outputs_and_gradients_are_those_of_each_expert_alone(family):
     """By transformers' loop over the experts, whose forward is a reference of its own."""
     experts = experts_of(family)[0]
@@ -101,7 +105,7 @@ def assert_gathers_equal_the_loop(device: str) -> None:
 
     Choices beyond the experts add nothing and get no gradient; two of the loops know none.
     """
-    for family in (*FAMILIES, *NORMED):
+    for family in (*LAYOUTS, *NORMED):
         experts, beyond = experts_of(family)[0], family in ("mixtral", "muse_spark")
         rows, *_ = routed(experts)
         choices = torch.stack([torch.randperm(len(SIZES) + beyond)[:2] for _ in rows]).to(device)
@@ -228,3 +232,129 @@ def test_a_plan_compiles_nothing(graphs):
     with fake_world(Layout.of(config, 2), 2) as world:
         simulate(Step(config, ReshardPolicy(False, False), world), model_config)
     assert not graphs["unique_graphs"]
+
+
+TINY = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+UNEVEN = {"num_local_experts": 9, "intermediate_size": 10}
+# It also sends tokens to experts without parameters.
+LONGCAT = {"num_hidden_layers": 2, "n_routed_experts": 4, "expert_ffn_hidden_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "degree", "problem"),
+    [
+        ("llama", {}, 1, None),
+        ("llama", {}, 2, "llama has no experts - use parallel.expert=1"),
+        ("mixtral", {"num_local_experts": 6}, 3, None),
+        ("mixtral", UNEVEN, 3, "their width, 10, can be cut into 4 - use a larger parallel.repl"),
+        ("mixtral", {"num_local_experts": 6}, 4, "does not divide the 6 experts of mixtral - "),
+        ("longcat_flash", LONGCAT, 2, "longcat_flash has no plan to spread its experts"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_named(family, settings, degree, problem):
+    with torch.device("meta"):
+        small = AutoConfig.for_model(family, **TINY | settings)
+        model = AutoModelForCausalLM.from_config(small)
+    problems = list(expert_problems(facts_of_model(model), degree, copies=4))
+    assert len(problems) == (problem is not None)
+    assert problem is None or problem in problems[0]
+
+
+def small_step(family: str, *more: str) -> None:
+    """Simulate a micro-batch of a rank of two that spread a small model's experts.
+
+    Before it the model goes forward twice for its attention, once for its head and to evaluate.
+    """
+    model_config = AutoConfig.for_model(family, **SMALL | FAMILIES[family])
+    config = configured("parallel.expert=2", "data.max_length=64", *more)
+    with fake_world(Layout.of(config, 2), 2) as world:
+        simulate(Step(config, ReshardPolicy(False, False), world), model_config)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("qwen3_moe", 2)])
+def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(family, layers, monkeypatch):
+    """So tokens and their weights travel once more, and outputs do not. Shared experts of glm4_moe
+    stand behind the exchange, and would make it wait for the outputs."""
+    sent: Counter[int] = Counter()
+    original = Exchange.begin
+
+    def send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
+        sent[rows.shape[-1]] += 1
+        return original(self, to, of, rows)
+
+    monkeypatch.setattr(Exchange, "begin", send)
+    for mode, again in (("none", 0), ("full", 1)):
+        sent.clear()
+        small_step(family, f"model.activation_checkpointing={mode}")
+        # To the experts and back, and the gradients of both; weights, and their gradients.
+        rows, weights = 4 * 2 + 4 + again, 4 * 1 + 2 + again
+        assert sent == {32: rows * layers, 1: weights * layers}
+
+
+def test_shared_experts_run_while_tokens_travel(monkeypatch):
+    events: list[str] = []
+    ran: set[SharedExperts] = set()
+    send, run_ahead = Exchange.begin, SharedExperts.run_ahead
+
+    def told_send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
+        what = "weights" if rows.shape[-1] == 1 else "rows"
+        arrive = send(self, to, of, rows)
+        events.append(f"send {what}")
+        return lambda: (events.append(f"{what} arrive"), arrive())[1]
+
+    def told_run(self: Any, tokens: torch.Tensor) -> None:
+        events.append("shared")
+        ran.add(self)
+        run_ahead(self, tokens)
+
+    monkeypatch.setattr(Exchange, "begin", told_send)
+    monkeypatch.setattr(SharedExperts, "run_ahead", told_run)
+    small_step("glm4_moe", "model.activation_checkpointing=full")
+    weights, rows = (["send weights", "weights arrive"], ["send rows", "rows arrive"])
+    around = [*weights, "send rows", "shared", "rows arrive"]
+    forward = [*around, *rows]
+    # The gradients of outputs, the layer that is computed again, and the gradients of its inputs.
+    assert events == [*forward * 5, *rows, *around, *rows, *weights]
+    assert ran and all(shared._ahead is None for shared in ran), "nothing is held after the step"
+
+
+def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input():
+    calls: list[torch.Size] = []
+
+    class Plain(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            calls.append(hidden.shape)
+            return hidden + 1
+
+    hidden, others = torch.zeros(2, 3, 4), torch.ones(2, 3, 4)
+    module = Plain()
+    shared = SharedExperts(module)
+    shared.run_ahead(hidden.view(-1, 4))
+    assert torch.equal(module(hidden), others) and calls == [(6, 4)]
+    shared.run_ahead(hidden.view(-1, 4))
+    shared.forget()
+    assert torch.equal(module(others), others + 1) and calls[1:] == [(6, 4), (2, 3, 4)]
+
+    for given in (hidden, others):  # the module first: never ahead
+        calls.clear()
+        assert torch.equal(module(given), given + 1)
+        shared.run_ahead(given.view(-1, 4))
+        assert calls == [(2, 3, 4)]
+
+    def with_another_input(given: torch.Tensor) -> None:
+        """From then on they never run ahead."""
+        assert torch.equal(module(given), given + 1)
+        calls.clear()
+        shared.run_ahead(hidden.view(-1, 4))
+        assert not calls
+
+    shared.run_ahead(hidden.view(-1, 4))
+    with_another_input(others)
+    shared = SharedExperts(module := Plain())
+    shared.run_ahead(hidden.view(-1, 4))
+    with_another_input(hidden.add_(1))
+    shared = SharedExperts(module := Plain())
+    shared.run_ahead(hidden[0])
+    with_another_input(hidden[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,46 +37,36 @@ def deaf_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deaf_hub")
-def test_a_hub_that_does_not_answer_is_not_asked_again(models, tmp_path):
-    model, started = ModelConfig(path="acme/tiny"), time.monotonic()
-    refusal = (
-        rf"in the hub's cache, and .* \(.*timed out.*\) - .* into {tmp_path}/cache, or connect"
-    )
+def test_where_the_hub_does_not_answer_its_cache_is_read(models, tmp_path):
+    model, refusal = ModelConfig(path="acme/tiny"), rf"timed out.*\) - .* into {tmp_path}/cache, "
     for read in (
         lambda: files.read_model_config(model),
         lambda: files.fetch_weights(model, model_files.require_index),
     ):
         with pytest.raises(UserError, match=refusal):
             read()
-    assert time.monotonic() - started < 5
-
     folder, commit = tmp_path / "cache/models--acme--tiny", "a" * 40
     shutil.copytree(models["llama"], folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text(commit, encoding="utf-8")
     assert files.read_model_config(model).model_type == "llama"
     assert files.fetch_weights(model, model_files.require_index) == commit
-    assert time.monotonic() - started < 5
 
 
 def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, monkeypatch):
     """Whatever their names; the hub is a folder here, from which what is asked for is copied."""
     hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
     weights = load_file(models["llama"] / "model.safetensors")
-    shards = {
-        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors"
-        for number, name in enumerate(weights)
-    }
     here.mkdir(parents=True)
     hub.mkdir()
-    for shard in set(shards.values()):
-        save_file(
-            {name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard
-        )
+    shards = {}
+    for part in range(2):
+        shard = f"model.safetensors-0000{1 + part}-of-00002.safetensors"
+        shards |= dict.fromkeys([*weights][part::2], shard)
+        save_file({name: weights[name] for name in [*weights][part::2]}, hub / shard)
     save_file({"other": weights["model.norm.weight"]}, hub / "consolidated.safetensors")
-    (hub / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": shards}), encoding="utf-8"
-    )
+    index = "model.safetensors.index.json"
+    (hub / index).write_text(json.dumps({"weight_map": shards}), encoding="utf-8")
     (hub / "README.md").touch()  # it names the licence
 
     def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
@@ -90,17 +79,13 @@ def test_the_files_that_are_fetched_are_those_of_the_index(models, tmp_path, mon
     monkeypatch.setattr(files, "snapshot_download", copy)
     monkeypatch.setattr(files, "cached_file", lambda path, name: str(here / name))
     assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
-    assert {file.name for file in here.iterdir()} == {
-        "model.safetensors.index.json",
-        "README.md",
-        *shards.values(),
-    }
+    assert {file.name for file in here.iterdir()} == {index, "README.md", *shards.values()}
     shutil.copy(models["llama"] / "model.safetensors", hub)
-    here.joinpath("model.safetensors.index.json").unlink()
+    (here / index).unlink()
     assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
     assert files_of_weights(here) == ["model.safetensors"], "it goes before an index"
     for folder in (hub, here):
         (folder / "model.safetensors").unlink()
-    (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    (hub / index).write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="not a readable index of weights"):
         files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None)

@@ -1,20 +1,27 @@
-"""The facts of a node, what the preflight makes of those of several, and of its measurements."""
+"""The facts of a node and its GPUs, what the preflight makes of those of several."""
 
 from __future__ import annotations
 
 import json
 import resource
 import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.commands import REPOSITORY
+from helpers.configs import configured
 from helpers.documented import require_error_line
 
 from shardtune.cluster import compare, microbenchmark, node_info
 from shardtune.cluster.environment import Environment, read_environment
 from shardtune.config import KEYS
+from shardtune.distributed import gpus, join
+from shardtune.errors import UserError
 
 NAMES = ["node 0 (a)", "node 1 (b)"]
 WORLD = {f"parallel.{key}": "1" for key in ("stages", "replicate", "expert", "context", "tensor")}
@@ -50,56 +57,31 @@ GPU = {"name": "H100", "memory": (79e9, 80e9)}
     ("different", "words"),
     [
         ({}, ""),
-        (
-            {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
-            "TORCH_DISTRIBUTED_DEBUG is not set on node 0 (a) and DETAIL on node 1 (b)",
-        ),
+        ({"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}, "TORCH_DISTRIBUTED_DEBUG is not "),
         (
             {"processes": 4, "config": WORLD | {"parallel.replicate": "2", "parallel.expert": "4"}},
-            "parallel.expert=4 does not divide world size / parallel.replicate, 6 - use one of 1, ",
+            "parallel.expert=4 does not divide - change GPUS_PER_NODE, or use parallel.expert=3",
         ),
+        ({"config": WORLD | {"parallel.tensor": "16"}}, "tensor=16 lets ranks of two nodes share"),
         ({"config": WORLD | {"new": "null"}}, "new is missing on node 0 (a) and null on node 1"),
         ({"clock_ahead_s": -40.0}, "the clock of node 1 (b) is 40.0 s behind that of node 0 (a)"),
     ],
 )
 def test_nodes_with_different_facts_are_refused(different, words):
     facts = [FACTS, FACTS | different]
-    if "processes" in different:
-        facts[0] = FACTS | {"config": different["config"]}
+    if "new" not in (config := different.get("config", WORLD)):
+        facts[0] = FACTS | {"config": config}
     problems = compare.problems_of(facts, NAMES)
     assert [words in problem for problem in problems] == [True] * bool(different)
     for problem in problems:
         require_error_line(f"ERROR: {problem}")
 
 
-@pytest.mark.parametrize(
-    ("counts", "degrees", "words"),
-    [
-        ([2, 2], {"tensor": 4}, "tensor=4 lets ranks of two nodes share matrices|tensor=2"),
-        ([3, 5], {"tensor": 2}, "tensor=2 lets ranks of two nodes share matrices|tensor=1"),
-        ([2, 2], {"tensor": 2}, ""),
-        ([4, 4], {"tensor": 4, "stages": 2}, ""),
-        ([4, 4], {"tensor": 3}, "parallel.tensor=3 does not divide|parallel.tensor=2"),
-        ([2, 2], {"tensor": 2, "context": 2}, "tensor=2 and parallel.context=2 both cut rows|them"),
-    ],
-)
-def test_nodes_refuse_cut_matrices_before_they_start_ranks(counts, degrees, words):
-    config = WORLD | {f"parallel.{key}": str(degree) for key, degree in degrees.items()}
-    facts = [FACTS | {"config": config, "processes": n} for n in counts]
-    problems = compare.problems_of(facts, NAMES)
-    assert len(problems) == bool(words)
-    for problem in problems:
-        said, _, end = words.partition("|")
-        assert said in problem and problem.endswith(end)
-
-
 def test_a_run_directory_that_only_some_nodes_share_is_refused():
     names = [*NAMES, "node 2 (c)"]
     alone = FACTS | {"shares_run_dir": False}
     (problem,) = compare.problems_of([FACTS, FACTS, alone], names)
-    assert problem.startswith(
-        "run.dir runs/config is one directory on node 0 (a), node 1 (b) and another on node 2 (c)"
-    )
+    assert problem.startswith("run.dir runs/config is one directory on node 0 (a), node 1 (b) and ")
     require_error_line(f"ERROR: {problem}")
     assert not compare.problems_of([FACTS, alone, alone], names)  # each has a disk of its own
 
@@ -120,21 +102,9 @@ def test_the_first_differences_between_nodes_are_said_last():
     [
         ({}, {}, ""),
         ({"warnings": ["/dev/shm has 64 MB"]}, {}, "node 1 (b): /dev/shm has 64 MB"),
-        (
-            {"tuning": {"NCCL_ALGO": "Ring"}},
-            {},
-            "NCCL_ALGO is missing on node 0 (a) and Ring on node 1 (b) - most of these",
-        ),
-        (
-            {},
-            {"flops": [4.6e14, 5.9e14]},
-            "node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s",
-        ),
-        (
-            {},
-            {"transport": "sockets"},
-            "node 1 (b): NCCL uses sockets although RDMA ports are active (mlx5_0:1): steps may be",
-        ),
+        ({"tuning": {"NCCL_ALGO": "Ring"}}, {}, "NCCL_ALGO is missing on node 0 (a) and Ring on "),
+        ({}, {"flops": [4.6e14, 5.9e14]}, "node 1 (b): device 0 is slow"),
+        ({}, {"transport": "sockets"}, "node 1 (b): NCCL uses sockets"),
         ({}, {"flops": [9e14, 6e14]}, ""),  # one that is fast makes the others no slower
         ({"rdma_ports": ""}, {"transport": "sockets"}, ""),
     ],
@@ -149,10 +119,7 @@ def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(fact, figu
     ("different", "words"),
     [
         ({}, ""),
-        (
-            {"gpus": [GPU | {"memory": (9e9, 80e9)}]},
-            "GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (",
-        ),
+        ({"gpus": [GPU | {"memory": (9e9, 80e9)}]}, "GPU 0 has only 9.0 of 80.0 GB free"),
         ({"shm": 64e6}, "/dev/shm has 64 MB"),
         ({"nofile": 256}, "only 256 open files"),
         ({"memlock": 65536}, "only 65536 bytes may be locked"),
@@ -181,10 +148,7 @@ def test_low_limits_of_a_node_are_warned_of(different, words, monkeypatch):
     ],
 )
 def test_the_transport_is_the_one_that_nccl_names(line, transport):
-    log = (
-        f"host:7:7 [0] NCCL INFO Bootstrap: Using lo:127.0.0.1<0>\nhost:7:9 [0] NCCL INFO {line}\n"
-    )
-    assert microbenchmark.transport(log) == transport
+    assert microbenchmark.transport(f"host:7:9 [0] NCCL INFO {line}\n") == transport
 
 
 def test_rdma_ports_are_those_that_the_kernel_calls_active(tmp_path, monkeypatch):
@@ -222,19 +186,7 @@ def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path):
     for package in versions:
         different = FACTS | {"versions": versions | {package: "0.1"}}
         (line,) = compare.problems_of([FACTS | {"versions": versions}, different], ["a", "b"])
-        assert line == (
-            f"{package} is {versions[package]} on a and 0.1 on b - "
-            "install the same requirements.txt on every node"
-        )
-
-
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(node_info, "_gpus", one_gpu)
-    facts = node_info.node_facts(environment())
-    assert (facts["devices"], facts["backend"]) == ({"the device": "H100"}, "nccl")
-    (problem,) = facts["problems"]
-    assert "GPUS_PER_NODE (or --processes) is 8 and 1 GPUs are visible - " in problem
-    require_error_line(f"ERROR: {problem}")
+        assert line.startswith(f"{package} is {versions[package]} on a and 0.1 on b - ")
 
 
 def test_a_model_that_no_run_reads_is_refused_before_ranks_start(tmp_path):
@@ -249,10 +201,6 @@ def test_a_model_that_no_run_reads_is_refused_before_ranks_start(tmp_path):
     require_error_line(f"ERROR: {by_quantisation}")
 
 
-def one_gpu(backend: str) -> tuple[list[dict[str, Any]], list[str]]:
-    return [GPU], []
-
-
 def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
     for name in ("train.jsonl", "more.csv.gz", "NOTES.txt", ".hidden.jsonl", "saved/a/x.arrow"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -265,6 +213,7 @@ def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
         "data.train: train.jsonl",
         "data.eval: x.arrow",
     ]
+    assert [line.partition(" ")[0] for line in facts["remarks"]] == ["model.path=a/b"]
 
 
 def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
@@ -283,3 +232,101 @@ def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
     assert remarks == ["the weights: over 0 GiB, so each file's size and samples are compared"]
     content[-1] ^= 1
     assert digest() != sampled
+
+
+VERSION = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+    "GCC version:  gcc version 11.4.0\n"
+)
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node with two GPUs and an old driver, for which this PyTorch has no use."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    (tmp_path / "version").write_text(VERSION, encoding="utf-8")
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(two_gpus, monkeypatch):
+    with pytest.raises(UserError) as refused:
+        join.join_world(configured())
+    (problem,) = refused.value.problems
+    assert "2 GPUs with driver 535.104.05, " in problem and " R580 " in problem
+    require_error_line(f"ERROR: {problem}")
+    node = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
+    (of_node,) = node_info.node_facts(read_environment(node, ()))["problems"]
+    assert of_node.endswith(problem) and of_node.startswith("node 0 (")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_and_gloo_train_on_cpus(two_gpus, hidden, monkeypatch):
+    assert join._device_and_backend("gloo", 0) == (torch.device("cpu"), "gloo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert join._device_and_backend("auto", 0) == (torch.device("cpu"), "gloo")
+
+
+def test_a_wheel_for_cpus_and_a_wrong_choice_of_gpus_have_their_own_remedies(two_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8")
+    assert "CUDA_VISIBLE_DEVICES ('8')" in str(gpus.unseen_gpus())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "install requirements.txt anew" in str(gpus.unseen_gpus())
+
+
+def test_without_device_files_nvidia_smi_is_asked(two_gpus, monkeypatch):
+    answers = {"-L": "GPU 0: NVIDIA H100 (UUID: 1)\n", "--query-gpu": "535.1.2\n"}
+
+    def answer(command: list[str], **_: Any) -> Any:
+        text = next((text for key, text in answers.items() if command[1].startswith(key)), "")
+        return SimpleNamespace(stdout=text, returncode=0)
+
+    monkeypatch.setattr(gpus, "_DEVICES", two_gpus / "none")
+    monkeypatch.setattr(gpus, "_DRIVER", two_gpus / "none")
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert "1 GPUs with driver 535.1.2, and" in str(gpus.unseen_gpus())
+    answers.clear()
+    assert gpus.unseen_gpus() is None
+
+
+def test_gpus_that_do_not_answer_are_a_problem_of_their_node(monkeypatch):
+    monkeypatch.setattr(node_info, "_GPU_TIMEOUT_S", 0.0)
+    node = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
+    (problem,) = node_info.node_facts(read_environment(node, ()))["problems"]
+    assert "did not answer within 0 s" in problem
+    require_error_line(f"ERROR: {problem}")
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpu_gets_segments_that_grow_and_exact_sums(variable, monkeypatch):
+    """Before it becomes the process's own, and unless the user has settings for the allocator."""
+    calls: list[Any] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    device = gpus.use_gpu(3)
+    assert device == torch.device("cuda", 3)
+    assert calls == [*["expandable_segments:True"] * (variable is None), device]
+    assert matmul.allow_bf16_reduced_precision_reduction is False
+
+
+def test_a_failure_of_nccl_is_not_taken_for_nodes_that_are_late(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError("NCCL error: unhandled system error\nLast error: no socket")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(UserError) as refused:
+        join.join_world(configured())
+    (problem,) = refused.value.problems
+    assert "(NCCL error: unhandled system error) - " in problem
+    require_error_line(f"ERROR: {problem}")

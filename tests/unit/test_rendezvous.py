@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from itertools import permutations
@@ -112,7 +111,7 @@ async def test_a_problem_of_one_node_ends_both_at_once(
     sick: int | None, worker: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_TELL_S", 1.0)
-    port, started = a_free_port(), time.monotonic()
+    port = a_free_port()
     first = node(0, port, problems=("no disk - buy one",) if sick == 0 else ())
     number, nodes = worker.get("node", 1), worker.get("nodes", 2)
     second = node(1, port, nodes, problems=worker.get("problems", ()))
@@ -122,31 +121,6 @@ async def test_a_problem_of_one_node_ends_both_at_once(
     ends = (refusal(meet(each, code)) for each, code in zip((first, second), codes, strict=True))
     for line in await asyncio.gather(*ends):
         assert line.startswith("ERROR: " + words.format(host=socket.gethostname()))
-    assert time.monotonic() - started < 5
-
-
-@in_loop
-async def test_a_problem_of_node_0_gives_the_prompt_back_within_5_s() -> None:
-    """It stays only to tell nodes that come."""
-    started = time.monotonic()
-    line = await refusal(meet(node(0, a_free_port(), problems=("no disk - buy one",)), "c0de"))
-    assert "no disk" in line and time.monotonic() - started < 5
-
-
-@in_loop
-async def test_both_nodes_say_that_they_wait(
-    lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have different ports."""
-    monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
-    monkeypatch.setattr(rendezvous, "_TELL_S", 0.1)
-    ports = [a_free_port(), a_free_port()]
-    ends = (refusal(meet(node(n, ports[n], join_timeout_s=1.0), "c0de")) for n in range(2))
-    first, second = await asyncio.gather(*ends)
-    assert "node 1 of 2 did not come to node 0 within 1 s" in first
-    assert f"no node 0 came to 127.0.0.1:{ports[1]} within 1 s" in second
-    for waits in ("waiting for node 1 of 2", " looks for node 0: "):
-        assert any(waits in line for line in lines)
 
 
 async def come(number: int, nodes: int, port: str) -> Control:
@@ -168,9 +142,7 @@ async def test_node_0_says_how_to_launch_the_first_missing_node(
     await come(1, 4, port)
     how = f"`MASTER_ADDR=node0 MASTER_PORT={port} NNODES=4 NODE_RANK=2 ./launch_node1.sh`"
     line = await waiting
-    assert line.startswith("ERROR: node 2, 3 of 4 did not come to node 0 within 0 s - ")
-    assert f" - start it with {how}; if it runs" in line
-    assert f" (start it with {how}; the way can be tested there: nc -vz node0 {port})" in lines[-1]
+    assert line.startswith("ERROR: node 2, 3 of 4 ") and how in line and how in lines[-1]
 
 
 @in_loop
@@ -208,16 +180,17 @@ async def test_strangers_at_the_master_port_are_let_go(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "words"),
+    ("result", "is_own", "words"),
     [
-        ("stranger", "it answered so, seen from node 1 ("),
-        ("refused", "no node 0 came to 127.0.0.1:{port} within 0 s, 127.0.0.1 refuses"),
-        ("silent", "nothing answers at MASTER_ADDR 127.0.0.1 from node 1 ("),
+        ("stranger", False, "it answered so, seen from node 1 ("),
+        ("refused", True, "MASTER_ADDR 127.0.0.1 is an address of node 1 ("),
+        ("refused", False, "no node 0 came to 127.0.0.1:{port} within 0 s, 127.0.0.1 refuses"),
+        ("silent", False, "nothing answers at MASTER_ADDR 127.0.0.1 from node 1 ("),
     ],
 )
 @in_loop
 async def test_a_worker_says_why_it_does_not_find_node_0(
-    result: str, words: str, monkeypatch: pytest.MonkeyPatch
+    result: str, is_own: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(*_: object) -> None:
         raise NotFound(result, "it answered so")
@@ -226,8 +199,8 @@ async def test_a_worker_says_why_it_does_not_find_node_0(
     limits = dict.fromkeys(rendezvous._GIVE_UP_AFTER_S, 0.0)
     monkeypatch.setattr(rendezvous, "_GIVE_UP_AFTER_S", limits)
     port = a_free_port()
-    worker = node(1, port, owns_master=False)
-    assert words.format(port=port) in await refusal(meet(worker, "c0de"))
+    own = {"interface": "eth0", "owns_master": True} if is_own else {"owns_master": False}
+    assert words.format(port=port) in await refusal(meet(node(1, port, **own), "c0de"))
 
 
 @in_loop
@@ -268,41 +241,39 @@ async def two_that_have_met() -> AsyncIterator[tuple[Control, Control]]:
     server.close()
 
 
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("late", "is late with the measurements - see its log"),
+        ("gone", "went away (it closed the connection, "),
+        ("silent", "went away (no sign of life for 0 s, "),
+    ],
+)
 @in_loop
-async def test_a_node_that_is_late_is_named() -> None:
-    async with two_that_have_met() as (first, _):
-        line = await refusal(first.gather("a look at run.dir", {}, 0.1))
-    assert line == "ERROR: node 1 (host1) is late with a look at run.dir - see its log"
-
-
-@in_loop
-async def test_a_node_that_goes_away_is_named() -> None:
-    async with two_that_have_met() as (first, second):
-        second.peers[0].close()
-        line = await refusal(first.gather("the measurements", {}, 9))
-    assert line.startswith("ERROR: node 1 (host1) went away (it closed the connection, the me")
-
-
-@in_loop
-async def test_a_node_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_does_not_answer_is_named(
+    what: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control, "_TICK_S", 0.1)
     async with two_that_have_met() as (first, second):
-        first.silent_s = 0.5
-        await asyncio.sleep(1)
-        assert first.peers  # it says that it lives
-        for task in second._tasks:
-            task.cancel()
-        line = await refusal(first.gather("the measurements", {}, 9))
-    assert "node 1 (host1) went away (no sign of life for 0 s, " in line
+        if what == "gone":
+            second.peers[0].close()
+        elif what == "silent":
+            first.silent_s = 0.5
+            await asyncio.sleep(1)
+            assert first.peers  # it says that it lives
+            for task in second._tasks:
+                task.cancel()
+        line = await refusal(first.gather("the measurements", {}, 0.1 if what == "late" else 9))
+    assert line.startswith("ERROR: node 1 (host1) ") and words in line
 
 
 @pytest.mark.parametrize(
     ("answered", "words"),
     [
-        (None, "cannot reach node 1 (host1) at port {port} of 127.0.0.1 (Connection refused): por"),
-        (0, "connects to node 1 (host1) at port {port} of 127.0.0.1, and 64 bytes do not come "),
-        (1, "small messages pass between node 0 (host0) and node 1 (host1), large ones do not: "),
-        (2, "connects to node 1 (host1) at port {port} of 127.0.0.1, and 1048576 bytes do not "),
+        (None, "cannot reach node 1 (host1) at port {port} of 127.0.0.1 (Connection refused)"),
+        (0, "node 1 (host1) at port {port} of 127.0.0.1, and 64 bytes do not come "),
+        (1, "small messages pass between node 0 (host0) and node 1 (host1), large ones do not"),
+        (2, "node 1 (host1) at port {port} of 127.0.0.1, and 1048576 bytes do not "),
     ],
 )
 @in_loop

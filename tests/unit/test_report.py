@@ -1,14 +1,21 @@
-"""`shardtune report` and its reading of runs: whole, unfinished, broken and several."""
+"""`shardtune report` and `watch`: runs that are whole, unfinished, broken and several."""
 
 from __future__ import annotations
 
 import html
 import json
 import math
+import os
+import pty
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -18,10 +25,11 @@ from hypothesis import strategies as st
 
 import shardtune
 from shardtune.__main__ import run
-from shardtune.report.charts import make_charts, network_share, smooth
+from shardtune.report.charts import make_charts, network_share, thin
 from shardtune.report.read_run import read_run
-from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures, spoken
+from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures
 
+SAME = {"lr": 1e-5, "seconds": 2.0, "tokens_per_second": 500.0, "mfu": 0.3, "data_seconds": 0.01}
 CONFIG = "model:\n  path: {}\ntrain:\n  epochs: 3\n"
 
 
@@ -35,21 +43,10 @@ def write_run(
     ]
     for step in range(steps + 1):
         if step:
-            entries.append(
-                {
-                    "kind": "step",
-                    "step": step,
-                    "loss": 3 * math.exp(-step / steps) + draw.gauss(0, 0.05),
-                    "grad_norm": None if step == 7 else draw.lognormvariate(0, 0.3),
-                    "lr": 1e-5,
-                    "tokens": 1000 + step % 7,
-                    "seconds": 2.0,
-                    "tokens_per_second": 500.0,
-                    "mfu": 0.3,
-                    "memory_bytes": 61.2e9 if step > 1 else 9e9,
-                    "data_seconds": 0.01,
-                }
-            )
+            drawn = {"loss": 3 * math.exp(-step / steps) + draw.gauss(0, 0.05)}
+            drawn |= {"grad_norm": None if step == 7 else draw.lognormvariate(0, 0.3)}
+            memory = {"memory_bytes": 61.2e9 if step > 1 else 9e9, "tokens": 1000 + step % 7}
+            entries.append({"kind": "step", "step": step} | SAME | drawn | memory)
         if step % 10 == 0:
             perplexity = 9 - 3 * step / steps + 2.5 * (step / steps) ** 2
             entries += [
@@ -102,6 +99,8 @@ def test_names_are_linked_as_they_are_and_no_other_file_is_overwritten(tmp_path)
     assert report(a, b, "--out", out) == 0
     page = out.read_text(encoding="utf-8")
     assert f"{html.escape(str(a))} against {html.escape(str(b))}" in page
+    links = [unquote(link) for link in re.findall(r'href="([^"#]+)"', page)]
+    assert links and all((tmp_path / link).is_file() for link in links)
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     assert report(a, "--out", tmp_path / "notes.txt") == 2
 
@@ -128,44 +127,30 @@ def test_the_card_sums_up_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (["start"], {"loss": "(no step has ended yet)", "model": "(config.yaml is missing)"}),
-        (["start"], {"waiting": "(one rank waits for no other)", "batch": "1 row of ? tokens"}),
-        (["step"], {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
-        (["step"], {"loss": "not finite at first, not finite at last"}),
-        (
-            ["refused"],
-            {"loss": "(no step has ended yet; step 2 was not taken: its loss is not finite)"},
-        ),
-        (["step", "refused", "later"], {"loss": "not finite at first, 1.0000 at last"}),
-        (["start", "lock"], {"loss": "(the run ended before its first step)"}),
-        (["start", "step", "lock"], {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
-        (["eval"], {"perplexity": "(not finite); a not finite"}),
+        ("start", {"loss": "(no step has ended yet)", "model": "(config.yaml is missing)"}),
+        ("step", {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
+        ("step refused later", {"loss": "not finite at first, 1.0000 at last"}),
+        ("start lock", {"loss": "(the run ended before its first step)"}),
+        ("start step lock", {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
+        ("eval", {"perplexity": "(not finite); a not finite"}),
     ],
 )
 def test_a_figure_that_is_missing_has_its_reason(entries, expected, tmp_path):
+    batch = dict.fromkeys(("data_ranks", "micro_batch_size", "gradient_accumulation_steps"), 1)
     lines = {
-        "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
+        "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1} | batch,
         "step": {"kind": "step", "step": 1, "loss": None, "tokens": 10, "seconds": 2.0},
         "later": {"kind": "step", "step": 2, "loss": 1.0, "tokens": 10, "seconds": 2.0},
         "refused": {"kind": "refused", "step": 2, "loss": None, "grad_norm": None},
         "eval": {"kind": "eval", "step": 0, "perplexity": None, "set": "a"},
     }
-    lines["start"] |= dict.fromkeys(("data_ranks", "micro_batch_size"), 1)
-    lines["start"] |= {"gradient_accumulation_steps": 1}
-    write(tmp_path / "metrics.jsonl", [lines[kind] for kind in entries if kind in lines])
-    if "lock" in entries:
+    kinds = entries.split()
+    write(tmp_path / "metrics.jsonl", [lines[kind] for kind in kinds if kind in lines])
+    if "lock" in kinds:
         (tmp_path / ".lock").touch()
     said = figures(read_run(tmp_path))
     assert {name: said[name] for name in expected} == expected
     assert "" not in said.values()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(2.345, "2.3 s"), (59.6, "1 min"), (7205, "2 h"), (360059, "4 d 4 h"), (math.nan, "years")],
-)
-def test_a_duration_is_said_as_people_say_it(seconds, said):
-    assert spoken(seconds) == said
 
 
 def test_two_runs_share_their_axes(tmp_path, capsys):
@@ -174,7 +159,7 @@ def test_two_runs_share_their_axes(tmp_path, capsys):
     out = tmp_path / "both.html"
     assert report(a, b, "--out", out) == 0
     said = capsys.readouterr().out
-    assert "The models differ, so losses" in said and "a: a/model; b: b/model" in said
+    assert "a: a/model; b: b/model" in said
     page = out.read_text(encoding="utf-8")
     assert "a against b" in page
     overview, _, settings = page.partition('<section id="configuration">')
@@ -189,12 +174,16 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(tmp_path, ca
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"kind": 3, "step": 1}\n{"kind": "step"}\n{"kind": "ste')
-        file.write(b"\n" + b"[" * 5000 + b"\n")
+        file.write(b'\n{"kind": "step", "step": 61, "loss": "low"}\n')
+        file.write(b'{"kind": "ranks", "step": 1, "seconds": {"data": "long"}}\n')
+        file.write(b'{"kind": "experts", "step": 1, "layers": [3]}\n')
+        file.write(b'{"kind": "start", "step": 1, "changes": ["lr"]}\n')
+        file.write(b'{"kind": "step", "step": ' + b"9" * 400 + b"}\n" + b"[" * 5000 + b"\n")
     (folder / "config.yaml").unlink()
     (folder / "origins.json").write_text("[]", encoding="utf-8")
     assert report(folder) == 0
-    assert "left out 6 lines of metrics.jsonl that cannot be read" in capsys.readouterr().out
-    assert shardtune.read_run(folder).unread == 6
+    assert "left out 11 lines of metrics.jsonl that cannot be read" in capsys.readouterr().out
+    assert shardtune.read_run(folder).unread == 11
 
 
 @pytest.mark.parametrize("text", [None, "", "not a run\n"])
@@ -206,12 +195,17 @@ def test_a_folder_without_a_run_is_refused(text, tmp_path, capsys):
     assert report(folder, tmp_path / "none", tmp_path / "nowhere") == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and f"ERROR: {tmp_path / 'none'}" in errors[0]
+    assert run(["watch", str(tmp_path / "none")]) == 2
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(1, 20))
-def test_smoothing_is_the_mean_of_the_last_values(values, width):
-    expected = [np.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
-    assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))
+def test_thinning_keeps_the_extremes_and_the_order(values, points):
+    x, y = thin(np.arange(len(values)) * 1.0, np.array(values), points)
+    assert len(y) <= max(points, 4)
+    assert (y.min(), y.max()) == (min(values), max(values))
+    assert (np.diff(x) > 0).all() and all(
+        values[int(i)] == value for i, value in zip(x, y, strict=True)
+    )
 
 
 def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
@@ -219,7 +213,7 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 70e9}\n')
     charts = {chart.name: chart for chart in make_charts([read_run(folder)])}
-    shown = {"mfu": 30.0, "memory": 61.2}
+    shown = {"mfu": 30.0, "waiting": 0.5, "memory": 61.2}
     for name, value in shown.items():
         assert charts[name].curves[0].y[1:] == pytest.approx(value), name
     phases = {curve.label: curve.y for curve in charts["phases"].curves}
@@ -231,18 +225,9 @@ def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path):
 
 def test_samples_and_scores_are_shown(tmp_path, capsys):
     asked = {"prompt": "<b>which rank ?</b>", "answer": "node 1", "reference": "node 0"}
-    entries = [{"kind": "sample", "step": step, **asked} for step in (10, 20)]
-    bad = '" onmouseover="alert(1)'
-    entries += [
-        {
-            "kind": "score",
-            "step": step,
-            "model": "m",
-            "seconds": 1.0,
-            "scores": {"exact match": n, bad: 1},
-        }
-        for step, n in ((10, 3), (20, 8))
-    ]
+    bad, score = '" onmouseover="alert(1)', {"kind": "score", "model": "m", "seconds": 1.0}
+    entries: list[Any] = [{"kind": "sample", "step": step, **asked} for step in (10, 20)]
+    entries += [score | {"step": n, "scores": {"exact match": n, bad: 1}} for n in (10, 20)]
     folder = write_run(tmp_path)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in entries)
@@ -250,3 +235,51 @@ def test_samples_and_scores_are_shown(tmp_path, capsys):
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("&lt;b&gt;which rank ?&lt;/b&gt;") == 1, "those of the last step"
     assert "Score: exact match" in page and f'label="Score: {bad}' not in page
+    assert (folder / "report_figures/score-exact-match-0.png").exists()
+
+
+def append(folder: Path, entry: dict[str, Any]) -> None:
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def test_the_view_shows_a_run(tmp_path, capsys):
+    assert run(["watch", str(write_run(tmp_path / "run"))]) == 0
+    said = capsys.readouterr().out
+    for part in ("60 of 120, ", "8.5000 at step 60", "MFU 30.0%", "rank 3 ", "checkpoint_0000060"):
+        assert part in " ".join(said.split()), said
+
+
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_a_run_that_begins_behind_a_step_says_which_are_missing(command, tmp_path, capsys):
+    folder = write_run(tmp_path / "run", steps=3)
+    assert run([command, str(folder)]) == 0
+    assert "missing" not in capsys.readouterr().out
+    resumed = [{"kind": "start", "step": 4, "total_steps": 9}, {"kind": "step", "step": 5}]
+    write(folder / "metrics.jsonl", resumed)
+    assert run([command, str(folder)]) == 0
+    assert "steps before 5 are missing: " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_terminal_waits_for_a_run_and_shows_new_steps_until_ctrl_c(tmp_path):
+    folder = tmp_path / "run"
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "shardtune", "watch", str(folder)]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    os.set_blocking(master, False)
+    said, deadline, is_written = "", time.monotonic() + 60, False
+    while "4 of 6" not in said and time.monotonic() < deadline:
+        try:
+            said += os.read(master, 1 << 16).decode()
+        except BlockingIOError:
+            time.sleep(0.05)
+        if "Waiting for a run there." in said and not folder.exists():
+            write_run(folder, steps=3)
+        if "3 of 6" in said and not is_written:
+            is_written = True
+            append(folder, {"kind": "step", "step": 4, "loss": 1.0, "seconds": 1.0})
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    os.close(master)
+    assert "4 of 6" in said and "Traceback" not in said, said

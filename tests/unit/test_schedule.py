@@ -1,37 +1,27 @@
-"""The steps of a run, and which rank gets which rows of a step."""
+"""The steps of a run, which rank gets which rows, and how often an epoch uses each record."""
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
+from decimal import Decimal
+from fractions import Fraction
 from itertools import islice, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.data_run import log_normal_lengths, random_lengths, write_dataset
+import xxhash
+from helpers.data_run import random_lengths, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import Rows, lay_out_rows
+from shardtune.data.order import Rows, sequences_of_epoch
 from shardtune.data.schedule import Cost, Position, Schedule, assign_rows
-from shardtune.model.flops import ModelFlops, cost_of, count_flops
+from shardtune.model.flops import cost_of
 
-CONFIGS = {
-    "SmolLM2-135M": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-    "Llama-3-8B": LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8),
-    "GLM-4.5-Air": Glm4MoeConfig(),
-}
 ANY_COST = Cost(2, 1, 1)
 RUN = {"max_length": 50, "packing": False, "seed": 5, "epochs": 3, "max_steps": None}
 
@@ -48,12 +38,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     )
 
 
-def trained_counts(lengths: np.ndarray, least: float, most: float) -> np.ndarray:
-    """Trained tokens of sequences with these lengths, by shares drawn from `least` to `most`."""
-    shares = np.random.default_rng(5).uniform(least, most, len(lengths))
-    return (shares * lengths).astype(np.int32)
-
-
 @given(st.integers(1, 16), st.integers(1, 61), st.integers(1, 5))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_each_row_goes_to_one_rank_and_all_ranks_have_as_many_micro_batches(
@@ -61,7 +45,7 @@ def test_each_row_goes_to_one_rank_and_all_ranks_have_as_many_micro_batches(
 ):
     rows = Rows(np.arange(2 * count), np.arange(0, 2 * count + 1, 2))  # of two sequences each
     lengths = random_lengths(2 * count, 40, count)
-    costs = ANY_COST.per_row(rows, lengths, trained_counts(lengths, 0.25, 0.4))
+    costs = ANY_COST.per_row(rows, lengths, lengths // 3)
     assigned = [
         assign_rows(rows, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
     ]
@@ -86,64 +70,11 @@ def test_ranks_get_rows_of_like_cost_at_once_and_as_much_in_all(rows_per_micro_b
     assert (np.ptp(tokens, axis=0) == (15 if rows_per_micro_batch == 1 else 0)).all()
 
 
-@cache
-def cost_and_flops(name: str) -> tuple[Cost, ModelFlops]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS[name])
-    return cost_of(model), count_flops(model)
-
-
-def useful_shares(
-    model: str,
-    records: int,
-    trained_shares: tuple[float, float],
-    ranks: int,
-    accumulation: int = 1,
-    rows_per_micro_batch: int = 1,
-) -> tuple[float, float]:
-    """The mean of all ranks' time, by the formula of MFU, over that of the slowest, in the whole
-    steps of an epoch: where ranks wait for one another at the end of a step, and where they do so
-    in each micro-batch."""
-    cost, flops = cost_and_flops(model)
-    lengths = log_normal_lengths(records, 500, 4096, 0)
-    trained = trained_counts(lengths, *trained_shares)
-    per_step = ranks * accumulation * rows_per_micro_batch
-    rows = lay_out_rows(lengths, 4096, True, 1, 0)
-    worked = by_step = by_micro_batch = 0.0
-    for begin in range(0, len(rows) - per_step + 1, per_step):
-        step = rows.part(begin, begin + per_step)
-        costs = cost.per_row(step, lengths[step.members], trained[step.members])
-        assigned = [
-            assign_rows(step, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
-        ]
-        work = np.array(
-            [
-                [flops.per_step(lengths[batch], trained[batch].sum()) for batch in batches]
-                for batches in assigned
-            ]
-        )
-        worked += work.sum() / ranks
-        by_step += work.sum(1).max()
-        by_micro_batch += work.max(0).sum()
-    return worked / by_step, worked / by_micro_batch
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)])
-@pytest.mark.parametrize("model", CONFIGS)
-@pytest.mark.parametrize("trained_shares", [(0.25, 0.4), (0.05, 0.95)])
-def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(model, shape, trained_shares):
-    """Five percent where any share is trained, the head is large in a small model, and a rank has
-    but one row."""
-    is_worst = (model, shape, trained_shares) == ("SmolLM2-135M", (1, 1), (0.05, 0.95))
-    shares = useful_shares(model, 16_000, trained_shares, 16, *shape)
-    assert min(shares) > (0.95 if is_worst else 0.97)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "share"), [(8, 0.98), (24, 0.95), (32, 0.975), (64, 0.91), (128, 0.845)]
-)
-def test_other_numbers_of_ranks_wait_as_little_as_documented(ranks, share):
-    assert useful_shares("SmolLM2-135M", 64_000, (0.25, 0.4), ranks)[0] > share
+def test_the_cost_of_a_row_is_that_of_its_tokens_trained_ones_and_pairs():
+    rows = Rows(np.array([2, 0, 1]), np.array([0, 2, 3]))
+    lengths, trained = np.array([4, 1, 3], np.int32), np.array([2, 0, 3], np.int32)
+    costs = Cost(100_000, 1000, 1).per_row(rows, lengths, trained)
+    assert costs.tolist() == [502_011, 303_006]
 
 
 def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(models):
@@ -238,3 +169,137 @@ def test_max_steps_ends_the_run_first(dataset, start, max_steps, total):
     schedule = Schedule(dataset, rows_per_step=10, start=start, **settings)
     assert schedule.total_steps == total
     assert [step.number for step in schedule.steps()] == list(range(start.step + 1, total + 1))
+
+
+# Per source: its weight as it is written, and its number of records.
+SOURCES = st.lists(
+    st.tuples(st.sampled_from(["0", "0.1", "0.35", "1", "1.3", "2"]), st.integers(1, 25)),
+    min_size=1,
+    max_size=4,
+)
+MIXED = {"max_length": 50, "seed": 5, "rows_per_step": 16, "max_steps": None, "start": Position()}
+
+
+def mixture(folder: Path, sources: list[tuple[str, int]]) -> TokenDataset:
+    """Sources of so many records; every third record has two sequences, every seventh none."""
+    record, source = [], []
+    number = 0
+    for index, (_, n_records) in enumerate(sources):
+        for i in range(n_records):
+            number += 1 + (number % 7 == 5)
+            record += [number] * (1 + (i % 3 == 0))
+        source += [index] * (len(record) - len(source))
+    lengths = random_lengths(len(record), 40, 0).tolist()
+    return write_dataset(folder, [([1] * n, [True] * n) for n in lengths], record, source)
+
+
+def weights_of(sources: list[tuple[str, int]]) -> tuple[Fraction, ...]:
+    return tuple(Fraction(str(float(weight))) for weight, _ in sources)
+
+
+@given(SOURCES, st.integers(0, 2**63 - 1), st.integers(1, 12))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_counts_are_exact_and_uses_differ_by_at_most_one(tmp_path_factory, sources, seed, epochs):
+    dataset = mixture(tmp_path_factory.mktemp("mixture"), sources)
+    uses: Counter[int] = Counter()
+    before = [0] * len(sources)
+    for epoch in range(epochs):
+        taken = sequences_of_epoch(dataset, weights_of(sources), seed, epoch)
+        assert (np.diff(taken) >= 0).all()
+        per_sequence = np.bincount(taken, minlength=len(dataset))
+        per_record = {}
+        for sequence, record in enumerate(dataset.record.tolist()):  # whole records
+            assert per_record.setdefault(record, per_sequence[sequence]) == per_sequence[sequence]
+        uses.update(per_record)
+        for index, (weight, n_records) in enumerate(sources):
+            records = set(dataset.record[dataset.source == index].tolist())
+            assert len(records) == n_records
+            until_now = int(Decimal(weight) * (epoch + 1) * n_records)
+            assert sum(per_record[record] for record in records) == until_now - before[index]
+            before[index] = until_now
+            used = [uses[record] for record in records]
+            assert max(used) - min(used) <= 1
+
+
+def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path):
+    sources = [("0.5", 40), ("0.35", 30)]
+    dataset = mixture(tmp_path, sources)
+    n_first = int((dataset.source == 0).sum())
+
+    def taken(weight: str, seed: int, epoch: int) -> list[int]:
+        weights = weights_of([sources[0], (weight, 30)])
+        sequences = sequences_of_epoch(dataset, weights, seed, epoch)
+        return sequences[sequences < n_first].tolist()
+
+    assert taken("0.35", 1, 1) == taken("2", 1, 1)
+    others = [taken("0.35", seed, epoch) for seed, epoch in ((1, 0), (1, 1), (1, 2), (2, 0))]
+    assert len({str(other) for other in others}) == 4
+    assert not set(others[0]) & set(others[1])  # the other half
+
+    twins = mixture(tmp_path, [("0.5", 42), ("0.5", 42)])  # alike to the last sequence
+    sequences = sequences_of_epoch(twins, (Fraction(1, 2),) * 2, 1, 0)
+    first, second = (sequences[twins.source[sequences] == source] for source in (0, 1))
+    assert first.tolist() != (second - (twins.source == 0).sum()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("packing", "steps", "digest"),
+    [
+        (True, 81, "fa3d4d5748fa03688dcbf8fcbf103bf4"),
+        (False, 189, "fa4b14d11deed2f74aec71cbe7f7c3bb"),
+    ],
+)
+def test_a_single_source_has_the_order_that_runs_had_before_there_were_several(
+    packing, steps, digest, tmp_path
+):
+    """The digests come from the version without sources."""
+    lengths = random_lengths(997, 40, 0).tolist()
+    dataset = write_dataset(tmp_path, [([1] * n, [False] + [True] * (n - 1)) for n in lengths])
+    schedule = Schedule(dataset, packing=packing, epochs=3, **MIXED)
+    total = xxhash.xxh3_128()
+    for step in schedule.steps():
+        members, starts = step.rows.members.tolist(), step.rows.starts.tolist()
+        total.update(repr((members, starts, step.end)).encode())
+    assert (schedule.total_steps, total.hexdigest()) == (steps, digest)
+
+
+@pytest.mark.parametrize("weights", [("0.35", "1.3"), ("1", "0.5")])
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(packing, weights, tmp_path):
+    sources = [*zip(weights, (60, 45), strict=True)]
+    dataset = mixture(tmp_path, sources)
+    given = MIXED | {"packing": packing, "epochs": 4, "weights": weights_of(sources)}
+    whole = Schedule(dataset, **given)
+    steps = list(whole.steps())
+    assert len(steps) == whole.total_steps == steps[-1].number
+    per_epoch = [sum(len(s.rows) for s in steps if s.epoch == epoch) for epoch in range(4)]
+    assert len(set(per_epoch)) > 1 and whole.rows_per_epoch == per_epoch[0]
+    assert whole.steps_per_epoch == -(-per_epoch[0] // 16)
+    for epoch in range(4):
+        members = [i for s in steps if s.epoch == epoch for i in s.rows.members.tolist()]
+        taken = sequences_of_epoch(dataset, weights_of(sources), 5, epoch)
+        assert sorted(members) == taken.tolist()
+    for step in steps:
+        assert step.tokens == sum(len(dataset[i][0]) for i in step.rows.members)
+        rest = Schedule(dataset, **given | {"start": step.end})
+        assert rest.total_steps == whole.total_steps
+        following = next(rest.steps(), None)
+        assert (following is None) == (step is steps[-1])
+        if following:
+            assert following.rows.members.tolist() == steps[step.number].rows.members.tolist()
+
+
+def test_an_epoch_without_a_record_is_skipped(tmp_path):
+    dataset = mixture(tmp_path, [("0.3", 1)])
+    given = MIXED | {"packing": True, "weights": (Fraction("0.3"),)}
+    schedule = Schedule(dataset, epochs=8, **given)
+    assert [(step.number, step.epoch) for step in schedule.steps()] == [(1, 3), (2, 6)]
+    assert schedule.total_steps == 2
+    assert Schedule(dataset, epochs=8, **given | {"start": Position(2, 7, 0)}).total_steps == 2
+    assert Schedule(dataset, epochs=3, **given).rows_per_epoch == 0
+
+
+def test_epochs_that_will_not_run_are_not_planned(tmp_path):
+    dataset = mixture(tmp_path, [("0.5", 90)])
+    given = MIXED | {"packing": False, "weights": (Fraction("0.5"),), "max_steps": 7}
+    assert Schedule(dataset, epochs=10**12, **given).total_steps == 7

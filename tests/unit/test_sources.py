@@ -8,7 +8,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
-from shardtune.data import record_files
 from shardtune.data.dataset import find_sources
 from shardtune.data.paths import COMPRESSIONS
 from shardtune.data.records import FileError, RecordError
@@ -107,36 +105,40 @@ def test_the_lines_of_a_csv_file_are_named(tmp_path):
     assert problem.startswith(f"{file}:5: 1 values under a header of 2 columns - ")
 
 
-NDJSON = '{"text": "a"}\n'
+RECORD = b'{"text": "a"}\n'
+ALONE = [  # a form that holds no records
+    ("a.jsonl", RECORD.decode().encode("utf-16"), ":1: UTF-16"),
+    ("a.jsonl", b'\n{\n "text": "a"\n}\n' * 9, ":2: JSON over many lines"),
+    ("a.jsonl", b'[\n{"text": "a"}\n]', ":1: one JSON array over many lines"),
+    ("a.jsonl", b'\xef\xbb\xbf[{"text": "a"}]', ":1: one JSON array holds the records"),
+    ("a.csv", b"text,a,text\n1,2,3\n", ":1: two columns have the name text"),
+    ("a.csv", b"text,a\nb,caf\xe9\n", ":2: not UTF-8 text"),
+    ("a.csv", b'text\nb\n"c\nd\n', ":3: invalid CSV"),
+    ("a.jsonl.gz", RECORD, ":1: cannot be read"),
+    ("a.jsonl", pa.compress(b"{}", "gzip", asbytes=True), ":1: .* - name it a.jsonl.gz"),
+    ("a.jsonl.zst", pa.compress(RECORD * 999, "zstd", asbytes=True)[:-5], ":[1-9]+: cannot be"),
+]
+LINES = [  # a line of others that can be read
+    ("a.jsonl", RECORD + b'{"text": "\\ud83d"}', ":2: invalid JSON .*surrogates not allowed"),
+    ("a.jsonl", RECORD + b"[" * 100_000, ":2: invalid JSON .*recursion"),
+    ("a.jsonl", RECORD + b'{"text": ' + b"1" * 5000 + b"}", ":2: invalid JSON .*digits"),
+    ("a.jsonl", '{"text": "caf\xe9"}'.encode("latin1"), ":1: not UTF-8 text"),
+    ("a.json", '[{"text": "caf\xe9"}]'.encode("latin1"), r"\[0\]: not UTF-8 text"),
+    ("a.json", b'[{"text": "a b"},\n {"text": "c d"}', r"\[0\]: invalid JSON .*line 2 column 17"),
+    ("a.json", b'{"text": "a b"}\n{"text"}', r"\[1\]: invalid JSON .*column 8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("a.jsonl", NDJSON.encode("utf-16"), ":1: UTF-16 text - write it as UTF-8: iconv "),
-        ("a.jsonl", b'\n{\n "text": "a"\n}\n' * 9, ":2: JSON over many lines, .* - jq -c "),
-        ("a.jsonl", b'[\n{"text": "a"}\n]', ":1: one JSON array over many lines, .* - name the "),
-        ("a.jsonl", b'\xef\xbb\xbf[{"text": "a"}]', ":1: one JSON array holds the records - name"),
-        ("a.csv", b"text,a,text\n1,2,3\n", ":1: two columns have the name text - "),
-        ("a.csv", b"text,a\nb,caf\xe9\n", ":2: not UTF-8 text - .*: iconv -f LATIN1 "),
-        ("a.csv", b'text\nb\n"c\nd\n', ":3: invalid CSV .* - repair the quotes"),
-        ("a.jsonl.gz", NDJSON.encode(), ":1: cannot be read .* - write the file again"),
-        ("a.jsonl", pa.compress(b"{}", "gzip", asbytes=True), ":1: .* - name it a.jsonl.gz"),
-        (
-            "a.jsonl.zst",
-            pa.compress(NDJSON.encode() * 999, "zstd", asbytes=True)[:-5],
-            ":[1-9]+: cannot be read .*runcated",
-        ),
-    ],
-)
-def test_a_file_in_a_form_that_holds_no_records_is_refused_once(tmp_path, name, content, what):
+@pytest.mark.parametrize(("name", "content", "what"), [*ALONE, *LINES])
+def test_what_cannot_be_read_is_named_once_with_its_place(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     chunks = list(find_source("data.train", str(tmp_path / name)).chunks())
     values = [value for chunk in chunks for value in chunk.parse()]
-    assert [type(value) for value in values].count(FileError) == 1
-    assert isinstance(values[-1], FileError)
+    if (name, content, what) in ALONE:
+        assert [type(value) for value in values].count(FileError) == 1
+        assert isinstance(values[-1], FileError)
     (problem,) = problems(tmp_path / name)
-    assert re.match(re.escape(str(tmp_path / name)) + what, problem), problem
+    assert re.match(re.escape(str(tmp_path / name)) + what, problem) and " - " in problem, problem
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "jsonl.gz", "csv.zst", "json.gz"])
@@ -160,14 +162,6 @@ def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path, suffix):
         assert [row["text"] for chunk in chunks for row in chunk.parse()] == texts[:most]
 
 
-def test_a_codec_that_pyarrow_lacks_is_refused_with_the_command(tmp_path, monkeypatch):
-    codec = SimpleNamespace(is_available=lambda _: False)
-    monkeypatch.setattr(record_files, "pyarrow", SimpleNamespace(Codec=codec, __version__="9"))
-    (tmp_path / "a.jsonl.zst").touch()
-    with pytest.raises(UserError, match=r"cannot read zstd, as a\.jsonl\.zst needs - pip "):
-        find_source("data.train", str(tmp_path / "a.jsonl.zst"))
-
-
 def test_only_newlines_end_a_line_of_json(tmp_path):
     odd = "a\u2028b\u2029c\x85d"
     lines = [json.dumps({"text": odd}, ensure_ascii=False), "", "  \t", '{"text":\r"hello you"}']
@@ -177,45 +171,6 @@ def test_only_newlines_end_a_line_of_json(tmp_path):
     file.write_text("\n".join([*lines, '{"text": "a\x0bb"}']), encoding="utf-8", newline="")
     (problem,) = problems(file)
     assert problem.startswith(f"{file}:5: invalid JSON (Invalid control character")
-
-
-@pytest.mark.parametrize(
-    ("raw", "what"),
-    [
-        (b'{"text": "\\ud83d"}', "surrogates not allowed"),
-        (b"[" * 100_000, "recursion"),
-        (b'{"text": ' + b"1" * 5000 + b"}", "digits"),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named(tmp_path, raw, what):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "hello you"}\n' + raw)
-    (problem,) = problems(file)
-    assert problem.startswith(f"{file}:2: invalid JSON (")
-    assert what in problem and " - " in problem
-
-
-def test_text_in_another_encoding_has_one_problem(tmp_path):
-    lines = [json.dumps({"text": each}, ensure_ascii=False) for each in ("café", "là", "ok")]
-    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin1"))
-    (tmp_path / "a.json").write_bytes(f"[{','.join(lines)}]".encode("latin1"))
-    for name, n in (("a.jsonl", 2), ("a.json", 1)):
-        found = [problem.partition(": ")[2] for problem in problems(tmp_path / name)]
-        assert len(found) == n and len(set(found)) == 1  # so that they are folded
-        assert found[0].startswith("not UTF-8 text - if the whole file is in ")
-
-
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ('[{"text": "a b"},\n {"text": "c d"}', "[0]: invalid JSON (.*line 2 column 17"),
-        ('{"text": "a b"}\n{"text"}', "[1]: invalid JSON (.*: column 8"),
-    ],
-)
-def test_a_json_file_that_breaks_is_named_with_the_place(tmp_path, text, where):
-    (tmp_path / "a.json").write_text(text)
-    (problem,) = problems(tmp_path / "a.json")
-    assert re.search(".*".join(map(re.escape, f"a.json{where}".split(".*"))), problem)
 
 
 def test_a_directory_is_read_in_the_order_of_names(tmp_path):
@@ -293,18 +248,14 @@ def test_what_save_to_disk_wrote_is_read(tmp_path):
     assert digests[0] == digests[1] != digests[2]
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/state.json").write_text("{")
-    for spec, what in {
-        "dict": f"a DatasetDict of the splits train, test - name one, such as {tmp_path}/",
-        "alone": f"a DatasetDict of the split train - name one, such as {tmp_path}/alone:train",
-        "one:train": f"a Dataset without splits - name {tmp_path}/one alone",
-        "broken": f"{tmp_path}/broken holds no dataset of save_to_disk that can be read (",
+    for spec, remedy in {
+        "dict": "dict:t(rain|est)",
+        "alone": "alone:train",
+        "one:train": "one alone",
+        "broken": "copy all of it again",
     }.items():
-        with pytest.raises(
-            UserError, match=re.escape(f"data.train={tmp_path}/{spec}: ")
-        ) as refused:
+        with pytest.raises(UserError, match=f"data.train={tmp_path}/{spec}: .* - .*{remedy}"):
             find_source("data.train", f"{tmp_path}/{spec}")
-        assert what in str(refused.value)
-        assert ("copy all of it again" in str(refused.value)) == (spec == "broken")
 
 
 def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path):
@@ -321,17 +272,6 @@ def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path):
     assert len(set(of_directory)) == 3  # the lines about a directory have the names of its files
 
 
-def test_the_first_directory_that_is_missing_is_named(tmp_path):
-    file = tmp_path / "sft/v2/a.jsonl"
-    missing = f" (the directory {tmp_path}/sft does not exist)"
-    for there, words in ((tmp_path, missing), (file.parent, "")):
-        there.mkdir(parents=True, exist_ok=True)
-        with pytest.raises(UserError) as refused:
-            find_source("data.train", str(file))
-        what = f"data.train={file}: no such file or directory{words} - correct the path"
-        assert refused.value.problems == [what]
-
-
 def test_every_missing_source_is_named_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.xlsx").touch()
@@ -343,14 +283,11 @@ def test_every_missing_source_is_named_at_once(tmp_path):
         find_source("data.train", f"{tmp_path}/a.xlsx")
 
 
-def test_a_hub_out_of_reach_is_refused(monkeypatch):
+def test_a_hub_out_of_reach_and_a_file_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"data.train=org/name:config:split: neither a file or dir"):
         find_source("data.train", "org/name:config:split")
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     source = find_source("data.train", str(write(tmp_path / "a.jsonl", [{"text": "a"}])))
     source.files[0].unlink()
     with pytest.raises(UserError, match=r"a\.jsonl.* - make the file readable"):

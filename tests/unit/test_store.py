@@ -1,13 +1,11 @@
-"""Values left for others, in the launcher's store and in run.dir, and ranks that divide or not."""
+"""Values left for others, in the launcher's store and in run.dir."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
 import torch.distributed as dist
 
-from shardtune.distributed.layout import Layout
 from shardtune.distributed.measured import CPU, read_measured, write_measured
 from shardtune.distributed.world import delete_value, get_value, set_value
 
@@ -19,20 +17,6 @@ def test_a_value_larger_than_the_store_takes_comes_back_whole():
     assert int(store.get("key")) > 1 and get_value(store, "key") == value
     delete_value(store, "key")
     assert not any(store.check([key]) for key in ("key", "key/0", "key/1"))
-
-
-@pytest.mark.parametrize(
-    ("size", "replicate", "expert", "named"),
-    [
-        (16, 2, 8, []),
-        (16, 2, 16, ["parallel.expert=16"]),
-        (16, 3, 2, ["parallel.replicate=3"]),
-        (16, 3, 3, ["parallel.replicate=3", "parallel.expert=3"]),
-    ],
-)
-def test_ranks_that_cannot_be_divided_are_refused_by_each_key(size, replicate, expert, named):
-    problems = Layout(size, replicate=replicate, expert=expert).problems()
-    assert [problem.split()[0] for problem in problems] == named
 
 
 def test_measured_figures_are_read_for_the_ranks_that_measured_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Rows that are tokens already: trained as they are, or refused by name."""
+"""Rows of tokens are trained as they are, other forms of records as the messages that they mean."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datasets import Dataset
-from helpers.data_run import Run, chat, problems_of, write
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
-from shardtune.__main__ import run as run_command
+from shardtune.data.records import check_record
 
 ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9]}
 TRAINED = [False, False, True, False, True]
@@ -71,53 +71,39 @@ def test_padding_is_cut_off(before, behind, model, tmp_path):
     records.append(padded | {"position_ids": [*range(len(positions))]})
     run = Run(model, write(tmp_path / "a.jsonl", records))
     assert rows(run) == [(ROW["input_ids"], TRAINED)] * 4
-    said = "data.train: rows of tokens whose padding is cut off, where their attention_mask is 0: 4"
-    assert said in run.prepared.lines
+    assert any("attention_mask is 0: 4" in line for line in run.prepared.lines)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"labels": [-100, -100, 8, -100, 9]}, "labels[2] is 8 - write -100, or where it is trained"),
-    ({"labels": [6, 7, 8, 9, -100]}, "labels[0] is 6 - write -100"),  # shifted
-    ({"labels": [-100, -100, 7, -1, 9]}, "labels[3] is -1 - write -100"),
-    ({"labels": [-100, -100, 7.0, -100, 9]}, "labels[2] is 7.0 - write -100"),
-    (
-        {"labels": [-100, -100, 7, -100]},
-        "labels has 4 values, and input_ids 5 - write one for each",
-    ),
-    ({"labels": "no"}, "labels is 'no' - write a list"),
+    ({"labels": [6, 7, 8, 9, -100]}, "labels[0] is 6"),  # shifted
+    ({"labels": [-100, -100, 7, -1, 9]}, "labels[3] is -1"),
+    ({"labels": [-100, -100, 7.0, -100, 9]}, "labels[2] is 7.0"),
+    ({"labels": [-100, -100, 7, -100]}, "labels has 4 values, and input_ids 5"),
+    ({"labels": "no"}, "labels is 'no'"),
     ({"loss_mask": [0, 0, 1, 0]}, "loss_mask has 4 values, and input_ids 5"),
-    ({"loss_mask": [0, 0, 1, 1, 1]}, "labels and loss_mask contradict each other - keep one"),
-    ({"loss_mask": [0, 0, 0.5, 0, 1]}, "loss_mask[2] is 0.5 - write 1 where"),
-    ({"loss_mask": [0, 0, None, 0, 1]}, "loss_mask[2] is null - write 1 where"),
-    ({"attention_mask": [1, 1, 1, 0, 1]}, "attention_mask[3] is 0 - write 1, or 0 for padding"),
-    ({"attention_mask": [1, 1, 1, 1, 2]}, "attention_mask[4] is 2 - write 1, or 0 for padding"),
-    ({"attention_mask": [0] * 5}, "attention_mask is [0, 0, 0, 0, 0] - write 1 where there is"),
+    ({"loss_mask": [0, 0, 1, 1, 1]}, "labels and loss_mask contradict each other"),
+    ({"loss_mask": [0, 0, 0.5, 0, 1]}, "loss_mask[2] is 0.5"),
+    ({"loss_mask": [0, 0, None, 0, 1]}, "loss_mask[2] is null"),
+    ({"attention_mask": [1, 1, 1, 0, 1]}, "attention_mask[3] is 0"),
+    ({"attention_mask": [1, 1, 1, 1, 2]}, "attention_mask[4] is 2"),
+    ({"attention_mask": [0] * 5}, "attention_mask is [0, 0, 0, 0, 0]"),
     ({"attention_mask": [1]}, "attention_mask has 1 values, and input_ids 5"),
-    ({"position_ids": [0, 1, 2, 0, 1]}, "position_ids[3] is 0 - write 0, 1, 2, ..., with a record"),
-    ({"position_ids": [1, 2, 3, 4, 5]}, "position_ids[0] is 1 - write 0, 1, 2, ..., with a record"),
-    ({"input_ids": [5, 6, -7, 8, 9]}, "input_ids[2] is -7 - write the id of a token, an integer"),
-    ({"input_ids": [5, 6, True, 8, 9]}, "input_ids[2] is true - write the id of a token"),
+    ({"position_ids": [0, 1, 2, 0, 1]}, "position_ids[3] is 0"),
+    ({"position_ids": [1, 2, 3, 4, 5]}, "position_ids[0] is 1"),
+    ({"input_ids": [5, 6, -7, 8, 9]}, "input_ids[2] is -7"),
+    ({"input_ids": [5, 6, True, 8, 9]}, "input_ids[2] is true"),
     ({"input_ids": [[5, 6, 7, 8, 9]]}, "labels has 5 values, and input_ids 1"),
-    ({"input_ids": []}, "input_ids is [] - write a list"),
-    ({"input_ids": 5}, "input_ids is 5 - write a list"),
-    (
-        {"input_ids": [300] * 5, "labels": [300] * 5},
-        "has the token 300, and the largest one of the",
-    ),
-    (
-        {"labels": None},
-        "has input_ids without labels or loss_mask, which say what is trained - add one of them, "
-        "or write data.loss_on=all",
-    ),
-    (
-        {"labels": None, "assistant_masks": [0, 0, 1, 0, 1]},
-        'has assistant_masks beside input_ids - write "data.columns={loss_mask: assistant_masks}"',
-    ),
-    (
-        chat("q"),
-        "can be read as messages or as input_ids - say which of these fields not to read, ",
-    ),
-    ({**chat("q"), "input_ids": None, "loss_mask": [0, 1]}, "has loss_mask beside messages, which"),
+    ({"input_ids": []}, "input_ids is []"),
+    ({"input_ids": 5}, "input_ids is 5"),
+    ({"input_ids": [300] * 5, "labels": [300] * 5}, "has the token 300"),
+    ({"labels": None}, "has input_ids without labels or loss_mask"),
+    ({"labels": None, "assistant_masks": [0, 0, 1, 0, 1]}, "has assistant_masks beside input_ids"),
+    (chat("q"), "can be read as messages or as input_ids"),
+    ({**chat("q"), "input_ids": None, "loss_mask": [0, 1]}, "has loss_mask beside messages"),
+    # Documents of a packed row would attend to one another.
+    ({"seq_lengths": [2, 3]}, "has seq_lengths, so the row may hold several"),
+    ({"cu_seqlens": [2, 3]}, "has cu_seqlens, so the row may hold several"),
 ]
 
 
@@ -132,7 +118,7 @@ def test_what_contradicts_is_refused_by_name(more, problem, model, tmp_path):
 
 def test_a_table_of_tokens_is_refused_as_lines_are(model, tmp_path):
     alone = {"input_ids": ROW["input_ids"]}
-    for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}):
+    for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}, {**ROW, "cu_seqlens": [2, 3]}):
         pq.write_table(pa.Table.from_pylist([alone | more]), tmp_path / "a.parquet")
         (in_table, *_), (in_line, *_) = (
             problems_of(model, data)
@@ -159,9 +145,7 @@ def test_texts_keep_the_ids_that_libraries_put_beside_them(model, tmp_path):
     record = {"text": "hello", "input_ids": [5, 6], "attention_mask": [1, 1]}
     run = Run(model, write(tmp_path / "a.jsonl", [record]))
     assert run.texts()[0][0] == "hello<|im_end|>"
-    assert (
-        "data.train: records with the field input_ids, which nothing reads: 1" in run.prepared.lines
-    )
+    assert any("field input_ids, which nothing" in line for line in run.prepared.lines)
 
 
 def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
@@ -182,10 +166,8 @@ def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
     assert rows(Run(model, file, eval_fraction=0.3), "eval") == rows(held, "eval")
     shuffled = Run(model, write(tmp_path / "b.jsonl", tokens[::-1]), eval_fraction=0.3)
     assert rows(shuffled, "eval") == rows(held, "eval")[::-1]
-    assert (
-        Run(model, file, eval=str(file)).prepared.eval[""].lengths.sum()
-        == run.prepared.train.lengths.sum()
-    )
+    evaluated = Run(model, file, eval=str(file)).prepared.eval[""]
+    assert evaluated.lengths.sum() == run.prepared.train.lengths.sum()
 
 
 @pytest.mark.parametrize("overflow", ["turns", "split", "truncate", "drop", "error"])
@@ -195,9 +177,7 @@ def test_rows_that_are_too_long_are_cut_as_texts_are(overflow, model, tmp_path):
     file = write(tmp_path / "a.jsonl", [record, short])
     options = {"overflow": overflow, "max_length": 8}
     if overflow == "error":
-        assert (
-            "has 20 tokens, more than data.max_length=8" in problems_of(model, file, **options)[0]
-        )
+        assert "has 20 tokens, more than" in problems_of(model, file, **options)[0]
         return
     pieces = {"truncate": [range(8)], "drop": []}.get(
         overflow, [range(8), range(7, 15), range(14, 20)]
@@ -208,24 +188,155 @@ def test_rows_that_are_too_long_are_cut_as_texts_are(overflow, model, tmp_path):
     assert any("records longer than data.max_length=8, " in line for line in run.prepared.lines)
 
 
-def test_inspect_data_decodes_the_tokens(model, tmp_path, capsys):
-    plain = Run(model, write(tmp_path / "chats.jsonl", [chat("hello", "fine")]))
-    ((ids, trained),) = rows(plain)
-    data = write(tmp_path / "a.jsonl", [{"input_ids": ids, "loss_mask": trained}])
-    (tmp_path / "run.yaml").write_text(f"model: {{path: {model}}}\ndata: {{train: {data}}}\n")
-    command = ["inspect-data", "--config", str(tmp_path / "run.yaml")]
-    assert run_command([*command, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["input_ids"], shown["trained"]) == (ids, trained)
+def sharegpt(i: int) -> dict[str, Any]:
+    turns = [("system", "be kind"), ("human", f"how {i}"), ("gpt", "unsure")]
+    turns += [("observation", "4"), ("model", f"fine {i}")]
+    values: list[dict[str, Any]] = [{"from": name, "value": text} for name, text in turns]
+    values[2] |= {"train": False} if i % 2 else {}
+    return {"conversations": values, "tools": '[{"type": "function", "function": {"name": "f"}}]'}
 
 
-@pytest.mark.parametrize("name", ["seq_lengths", "cu_seqlens"])
-def test_a_packed_row_is_refused(name, model, tmp_path):
-    """Its documents would attend to one another."""
-    record = {**ROW, name: [2, 3]}
-    assert (
-        f"has {name}, so the row may hold several"
-        in problems_of(model, write(tmp_path / "a.jsonl", [record]))[0]
+def alpaca(i: int) -> dict[str, Any]:
+    record = {"instruction": "add", "input": f"{i}" if i % 3 else "", "output": str(i + 1)}
+    return record | {"system": "be brief" if i % 2 else ""}
+
+
+@pytest.mark.parametrize("case", ["sharegpt", "alpaca", "renamed.jsonl", "renamed.parquet"])
+@pytest.mark.parametrize(
+    "options", [{}, {"eval_fraction": 0.4}, {"loss_on": "last"}, {"max_length": 90}], ids=str
+)
+def test_each_form_gives_the_tokens_of_the_same_messages(case, options, model, tmp_path):
+    """`test_records.py` says by hand which messages these are."""
+    theirs = [sharegpt(i) if case == "sharegpt" else alpaca(i) for i in range(30)]
+    ours = [check_record(record).record for record in theirs]
+    plain = Run(model, write(tmp_path / "ours.jsonl", ours), **options)
+    if case.startswith("renamed"):
+        names = {"instruction": "q", "output": "a"}
+        theirs = [{names.get(k, k): v for k, v in r.items()} | {"text": "no"} for r in theirs]
+        options = {"columns": {**names, "text": None}, **options}
+    file = write(tmp_path / "theirs.jsonl", theirs)
+    if case.endswith("parquet"):
+        file = tmp_path / case
+        pq.write_table(pa.Table.from_pylist(theirs), file)
+    run = Run(model, file, **options)
+    assert run.texts() == plain.texts() and run.prepared.key == plain.prepared.key
+    form = "ShareGPT" if case == "sharegpt" else "Alpaca"
+    counts = [int(line.split()[-1]) for line in run.prepared.lines if f"form of {form}" in line]
+    assert sum(counts) == len(theirs) and len(counts) == len(run.prepared.sets)
+
+
+def test_columns_that_match_nothing_are_refused(model, tmp_path):
+    records = [{"question": "q", "answer": "a", "score": 1}, {"text": "t", "score": None}]
+    train = write(tmp_path / "a.jsonl", records)
+    columns = {"prompt": "question", "completion": "anwser", "text": None}
+    problems = problems_of(model, train, columns=columns)
+    (unmatched,) = (line for line in problems if line.startswith("data.columns.completion=anwser"))
+    assert unmatched.endswith(" answer, question, score, text") and "2 of 2" in problems[-1]
+    write(train, records[:1])
+    good = Run(model, train, columns=columns | {"completion": "answer"})
+    assert good.texts() == [("qa<|im_end|>", "a<|im_end|>")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_apply_to_the_sources_that_have_them(kind, model, tmp_path):
+    forms = {
+        "renamed": ({"question": "q1", "answer": "a1"}, {"prompt": "q1", "completion": "a1"}),
+        "ours": ({"prompt": "q2", "completion": "a2"}, {"prompt": "q2", "completion": "a2"}),
+        "tools": (chat("q3", functions='[{"name": "f"}]'), chat("q3", tools='[{"name": "f"}]')),
+        "chats": (chat("q4"), chat("q4")),
+        "turns": ({"conversations": chat("q5")["messages"]}, chat("q5")),
+    }
+    columns = {"prompt": "question", "completion": "answer"}
+    columns |= {"tools": "functions", "messages": "conversations"}
+    theirs, ours = [], []
+    for name, (record, plain) in forms.items():
+        for folder, sources, written in (("theirs", theirs, record), ("ours", ours, plain)):
+            file = write(tmp_path / folder / f"{name}.jsonl", [written])
+            if kind == "parquet":
+                file = file.with_suffix(".parquet")
+                pq.write_table(pa.Table.from_pylist([written]), file)
+            sources.append({"path": str(file)})
+    run, plain = Run(model, theirs, columns=columns), Run(model, ours)
+    assert run.texts() == plain.texts() and len(run.texts()) == 5
+    # Evaluation data may have our names where the training data has others.
+    evaluated = {"eval": theirs[3]["path"], "columns": {"tools": "functions"}}
+    assert '"name": "f"' in Run(model, [theirs[2]], **evaluated).texts()[0][0]
+    both = write(tmp_path / "both.jsonl", [chat("q"), {"question": "q", "prompt": "q"}])
+    problems = problems_of(model, [*theirs, {"path": str(both)}], columns=columns)
+    assert problems[0].startswith(f"{both}:2: has prompt and question, which data.columns reads")
+
+
+def test_template_options_reach_the_template(tmp_path):
+    model = save_model(tmp_path / "model", "{{ greeting }}" + TEMPLATE)
+    train, other = (
+        write(tmp_path / "a.jsonl", [chat("q")]),
+        write(tmp_path / "b.jsonl", [chat("r")]),
     )
-    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
-    assert f"has {name}, so the row may hold" in problems_of(model, tmp_path / "a.parquet")[0]
+    run = Run(model, train, eval=str(other), template_options={"greeting": "hi", "tone": 3})
+    for dataset in run.prepared.sets.values():
+        assert run.encoder.tokenizer.decode(dataset[0][0]).startswith("hi<|im_start|>")
+    assert "tone" in run.prepared.lines[0] and "greeting" not in str(run.prepared.lines)
+    taken = ("add_generation_prompt", "eos_token", "messages", "tokenize", "tools")
+    problems = problems_of(model, train, template_options=dict.fromkeys(taken, 1) | {"tone": 1})
+    assert [problem.partition(":")[0] for problem in problems] == [
+        f"data.template_options.{name}" for name in taken
+    ]
+
+
+def test_nulls_that_arrow_put_into_json_lines_are_dropped_and_counted(model, tmp_path):
+    """A struct of Arrow has the keys of all structs of its column."""
+    calls = [{"function": {"name": "f", "arguments": {"a": {"b": 1}}}}]
+    part = {"type": "text", "text": "Look."}
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "object"}}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [part], "tool_calls": calls},
+    ]
+    plain = Run(model, write(tmp_path / "a.jsonl", [{"messages": messages, "tools": [tool]}]))
+    messages[0] |= {"tool_calls": None}
+    calls[0]["function"] |= {"arguments": {"a": {"b": 1, "c": None}, "d": None}, "strict": None}
+    part["thinking"] = None
+    tool["parameters"]["properties"]["d"] = None
+    run = Run(model, write(tmp_path / "b.jsonl", [{"messages": messages, "tools": [tool]}]))
+    assert run.texts() == plain.texts()
+    null = [line for line in run.prepared.lines if "null" in line]
+    assert [line.rpartition(" ")[2] for line in null] == ["2", "1"]
+    assert not [line for line in plain.prepared.lines if "null" in line]
+    text = json.dumps({"d": None})
+    calls[0]["function"]["arguments"] = text
+    run = Run(model, write(tmp_path / "c.jsonl", [{"messages": messages}]))
+    assert text in run.texts()[0][1]
+
+
+def test_a_null_content_that_a_template_cannot_take_is_named(tmp_path):
+    model = save_model(tmp_path / "model", TEMPLATE.replace("m.content is", "(m.content + '') is"))
+    record = chat("q", None)
+    record["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+    said = problems_of(model, write(tmp_path / "a.jsonl", [record]))
+    assert '""' in said[0]
+    record["messages"][1]["content"] = ""
+    assert Run(model, write(tmp_path / "a.jsonl", [record])).texts()
+
+
+def test_a_role_that_no_record_has_is_refused(model, tmp_path):
+    turns = [{"from": "customer", "value": "q"}, {"from": "gpt", "value": "a"}]
+    shared = write(tmp_path / "a.jsonl", [{"conversations": turns}])
+    ours = write(tmp_path / "b.jsonl", [chat("q")])
+    roles = {"customer": "user"}
+    Run(model, [{"path": str(ours)}, {"path": str(shared)}], roles=roles)
+    Run(model, shared, eval=str(ours), roles=roles)
+    Run(model, ours, eval=str(shared), roles=roles)
+    (said,) = problems_of(model, ours, roles=roles)
+    assert said.startswith("data.roles.customer: ") and "assistant, user" in said
+    (said,) = problems_of(model, shared, roles=roles | {"agnet": "assistant"})
+    assert said.startswith("data.roles.agnet: ") and "customer, gpt" in said
+    records = [{"conversations": turns}] + [chat(f"q{i}") for i in range(9)]
+    for fraction in (0.2, 0.8):  # a record that is held out counts
+        Run(model, write(tmp_path / "c.jsonl", records), roles=roles, eval_fraction=fraction)
+
+
+def test_the_token_that_ends_turns_is_named_where_it_is_no_stop(tmp_path):
+    model = save_model(tmp_path / "model", eos="<|endoftext|>")
+    messages = [*chat("q")["messages"], *chat("r")["messages"]]
+    said = problems_of(model, write(tmp_path / "a.jsonl", [{"messages": messages}]))
+    assert "<|im_end|>" in said[0] and "eos_token_id" in said[0]

@@ -1,25 +1,38 @@
-"""Boxes of stored tensors against plain slicing, and stacks of experts against torch.stack."""
+"""Stored weights: boxes, stacks, digests that know them in any files, and drawn ones."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import moe_families
+from helpers.documented import require_error_line
+from helpers.quantised_models import require_boxes
 from helpers.tiny_models import cut_into_files
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
+from shardtune.checkpoint.manifest import Checkpoint
+from shardtune.checkpoint.resume_rules import require_allowed_settings, require_same_weights
+from shardtune.config import Config
+from shardtune.config_io import load_config
 from shardtune.errors import UserError
-from shardtune.model.source import load_weights
-from shardtune.model.source.weight_files import files_of_weights, list_tensors, weight_problems
-
-
-def edges(size: int) -> list[slice]:
-    return [slice(0, size), slice(1, size - 1), slice(size - 1, size), slice(1, 1)]
+from shardtune.model.moe.counts import count_tokens
+from shardtune.model.random_weights import draw_weights
+from shardtune.model.source import load_weights, weight_files
+from shardtune.model.source.weight_files import (
+    files_of_weights,
+    list_tensors,
+    tensors_digest,
+    weight_problems,
+    weights_digest,
+)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 8 << 20])
@@ -35,29 +48,7 @@ def test_a_box_of_a_tensor_is_what_slicing_gives(piece, tmp_path, monkeypatch):
     with load_weights.open_tensors([tmp_path / "a.safetensors"], torch.float32) as stored:
         assert stored.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert stored[name].get_shape() == list(tensor.shape)
-            assert torch.equal(stored[name][...], tensor)
-            for count in range(tensor.dim() + 1) if tensor.numel() else ():
-                for box in itertools.product(*map(edges, tensor.shape[:count])):
-                    assert torch.equal(stored[name][box], tensor[box]), (name, box)
-
-
-def test_the_time_of_a_load_is_said_after_its_first_seconds(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(load_weights, "_FIRST_REPORT_S", 0)
-    monkeypatch.setattr(load_weights, "_REPORT_EVERY_S", 0)
-    monkeypatch.setattr(load_weights.logger, "propagate", True)
-    save_file({"a": torch.ones(8)}, tmp_path / "a.safetensors")
-    path = tmp_path / "a.safetensors"
-    with (
-        caplog.at_level(logging.INFO),
-        load_weights.open_tensors([path], torch.float32, 0.5) as stored,
-    ):
-        for first in (0, 2):
-            stored["a"][(slice(first, first + 2),)]
-    first, second, last = caplog.messages
-    assert first.startswith("Reading weights: about 0 s for 0.0 GB, at ")
-    assert second.endswith("| about 0 s left")
-    assert last.startswith("Read weights: 0.0 GB in 0 s, ")
+            require_boxes(stored[name], tensor)
 
 
 def test_a_file_that_became_shorter_is_named(tmp_path):
@@ -128,3 +119,112 @@ def test_files_that_transformers_would_read_otherwise_are_refused_by_name(models
     (folder / "config.json").write_text(json.dumps({"transformers_weights": "own.safetensors"}))
     with pytest.raises(UserError, match=r"transformers_weights=own\.safetensors"):
         files_of_weights(folder)
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(40), "c": torch.zeros(0)}
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor], folder: Path) -> str:
+    save_file(dict(tensors), folder / "model.safetensors")
+    return weights_digest(folder)
+
+
+def test_weights_are_the_same_in_other_files_and_no_others_are(tmp_path):
+    digest = digest_of(TENSORS, tmp_path)
+    assert weights_digest(cut_into_files(tmp_path, tmp_path / "cut")) == digest
+    other_value = TENSORS["b"].clone()
+    other_value[1, 2] += 1
+    for changed in (
+        {"b": other_value},
+        {"b": TENSORS["b"].view(3, 2)},
+        {"b": TENSORS["b"].view(torch.int32)},
+        {"d": torch.zeros(0)},
+    ):
+        assert digest_of(TENSORS | changed, tmp_path) != digest
+    swapped = {"a": TENSORS["b"], "b": TENSORS["a"], "c": TENSORS["c"]}
+    assert digest_of(swapped, tmp_path) != digest
+
+
+def test_of_large_weights_samples_from_both_ends_of_each_tensor_count(tmp_path, monkeypatch):
+    """Two tensors of 4,000 and 1,000 bytes: 20 and 5 blocks of 16 bytes, so 400 bytes of 5,000."""
+    sizes = {"WHOLE_BYTES": 4999, "_SAMPLED_BYTES": 400, "_BLOCK_BYTES": 16}
+    for name, value in sizes.items():
+        monkeypatch.setattr(weight_files, name, value)
+    file = tmp_path / "model.safetensors"
+    first, second = torch.zeros(4000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    save_file({"first": first, "second": second}, file)
+    content, digest = bytearray(file.read_bytes()), weights_digest(tmp_path)
+    data = len(content) - 5000
+    seen = []
+    for at in range(0, 5000, 8):  # at least one in each block
+        content[data + at] ^= 1
+        file.write_bytes(content)
+        content[data + at] ^= 1
+        if weights_digest(tmp_path) != digest:
+            seen.append(at)
+    assert {0, 3992, 4000, 4992} <= set(seen) and 50 <= len(seen) <= 75
+    assert max(b - a for a, b in pairwise(seen)) <= 250
+    # Of the same bytes as a part of less, none is left out.
+    assert tensors_digest([file], 4999) != digest
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02" + bytes(7) + b"[]", bytes(64)])
+def test_a_damaged_file_of_weights_has_no_digest(content, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors: no header of tensors"):
+        tensors_digest([file])
+
+
+def test_only_where_a_digest_of_the_weights_decides_may_they_lie_elsewhere():
+    def configured(path: str) -> Config:
+        return load_config(REPOSITORY / "examples/demo.yaml", [f"model.path={path}"], {})
+
+    config, before = configured("there"), configured("here").model_dump(mode="json")
+
+    def saved(**state: str) -> Checkpoint:
+        return Checkpoint("checkpoint_0000002", {"state": {"config": before} | state}, "", [])
+
+    require_allowed_settings(saved(weights="abc"), config)
+    with pytest.raises(UserError, match=r"model\.path is .*there.* and was .*here"):
+        require_allowed_settings(saved(), config)
+
+
+def test_a_resume_on_other_frozen_weights_is_refused_and_an_old_checkpoint_names_none(caplog):
+    def saved(**state: str) -> Checkpoint:
+        return Checkpoint("checkpoint_0000002", {"state": state}, "", [])
+
+    with caplog.at_level(logging.INFO):
+        require_same_weights(saved(weights="abc"), "abc")
+        assert not caplog.messages
+        require_same_weights(saved(), "abc")
+    (said,) = caplog.messages
+    assert said.startswith("checkpoint_0000002 does not say which frozen weights")
+    with pytest.raises(UserError) as refused:
+        require_same_weights(saved(weights="abc"), "abd")
+    (problem,) = refused.value.problems
+    assert '"abd" and was "abc" in checkpoint_0000002' in problem
+    require_error_line(f"ERROR: {problem}")
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = moe_families.build("llama")
+    draw_weights(model, seed, torch.device("cpu"))
+    return dict(model.named_parameters())
+
+
+def test_each_module_is_drawn_from_the_seed_and_its_name():
+    weights, again, other = drawn(1), drawn(1), drawn(2)
+    names = [name for name in weights if name.endswith("q_proj.weight")]
+    first, second = (weights[name] for name in names)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again[names[0]]) and not torch.equal(first, other[names[0]])
+
+
+def test_choices_beyond_the_experts_are_counted_apart():
+    counts = torch.zeros(4, dtype=torch.int64)
+    count_tokens(counts, torch.tensor([[0, 2], [2, 5], [3, 3]]))
+    assert counts.tolist() == [1, 0, 2, 3]
