@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from shardtune.__main__ import run
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
+from shardtune.model.build import read_facts
 from shardtune.model.source.quantised import piece_bytes
 from shardtune.planner.arithmetic.figures import Cause, Collective
 from shardtune.planner.arithmetic.machine import Machine, collective_bytes, link_bytes
