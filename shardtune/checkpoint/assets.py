@@ -45,8 +45,9 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     They are copies, except config.json: it loses the path that it was read from, and for a
     quantised source it names bfloat16, in which the weights are read.
     """
-    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
-    assets = {path.name: path.read_bytes() for path in sorted(files) if path.is_file()}
+    left_out = links_out_of(folder)
+    files = [path for path in _files_beside_weights(folder) if path not in left_out]
+    assets = {path.name: path.read_bytes() for path in files}
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
         assets["config.json"] = _dump(values)
@@ -55,6 +56,25 @@ def model_assets(folder: Path) -> dict[str, bytes]:
             part.pop(QUANTIZATION, None)
         assets["config.json"] = with_dtype(_dump(values), "bfloat16")
     return assets
+
+
+def links_out_of(folder: Path) -> list[Path]:
+    """Return the files beside the weights that are links to other places than config.json.
+
+    An export would publish the files that they point to. Links may also point to the folder of the
+    real config.json (for folders of links) and to the hub's blobs.
+    """
+    home = folder.resolve()
+    inside = {home, (folder / "config.json").resolve().parent}
+    if home.parent.name == "snapshots":
+        inside.add(home.parents[1] / "blobs")
+    files = _files_beside_weights(folder)
+    return [path for path in files if not inside & {*path.resolve().parents}]
+
+
+def _files_beside_weights(folder: Path) -> list[Path]:
+    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
+    return sorted(path for path in files if path.is_file())
 
 
 def list_source(path: str) -> dict[str, Any]:

@@ -35,11 +35,13 @@ from shardtune.errors import UserError, first_few
 _HELLO_TIMEOUT_S = 10.0
 # A node with a problem waits so long for other nodes, to tell them.
 _TELL_S = 3.0
+# A node names the likely causes after so long a wait for the others.
+_LIKELY_CAUSES_AFTER_S = 40.0
 _TRY_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to learn that no machine has an address of its network
 # A worker gives up when its attempts have met the same obstacle for so long. Node 0 may start
 # later.
-_GIVE_UP_AFTER_S = {"refused": math.inf, "silent": 30.0, "stranger": 10.0}
+_GIVE_UP_AFTER_S = {"refused": math.inf, "itself": 45.0, "silent": 30.0, "stranger": 10.0}
 
 
 async def meet(environment: Environment, code: str) -> Control:
@@ -130,7 +132,7 @@ class _Reception:
                 next_word = now + SAY_EVERY_S
                 say(
                     f"waiting for {who}, {started + patience_s - now:.0f} s more ({start}; the way "
-                    f"can be tested there: nc -vz {master} {port})"
+                    f"can be tested there: nc -vz {master} {port}){_likely_causes(started)}"
                 )
             await self._control.next(0.1)
         self._control.tell(refusal(self._problems))
@@ -245,11 +247,13 @@ async def _find_node_0(environment: Environment, control: Control) -> None:
             await say_hello(control, ip, port)
         except NotFound as result:
             kind = result.kind
+            if kind == "refused" and environment.owns_master and environment.interface != "lo":
+                kind = "itself"
             if kind != last_kind:
                 last_kind, kind_since, next_word = kind, now, now
             if now >= next_word:
                 next_word = now + SAY_EVERY_S
-                say(f"{me.name} looks for node 0: {result}")
+                say(f"{me.name} looks for node 0: {result}{_likely_causes(started)}")
             lasted_s, waited_s = time.monotonic() - kind_since, time.monotonic() - started
             if lasted_s >= _GIVE_UP_AFTER_S.get(kind, 0.0) or waited_s >= patience_s:
                 problem = _why_not_found(kind, str(result), lasted_s, environment)
@@ -273,6 +277,11 @@ def _why_not_found(kind: str, words: str, lasted_s: float, environment: Environm
             "NNODES=1?), a node 0 with another MASTER_PORT, a stale process of the last run or "
             "another program holds that port: end it, or set another MASTER_PORT on every node"
         )
+    if kind == "itself":
+        return (
+            f"MASTER_ADDR {master} is an address of {me} itself and no node 0 listens at port "
+            f"{port} - set MASTER_ADDR to node 0's address, or start node 0 on this machine first"
+        )
     if kind == "refused":
         return (
             f"no node 0 came to {environment.master_ip}:{port} within {lasted_s:.0f} s, "
@@ -284,4 +293,13 @@ def _why_not_found(kind: str, words: str, lasted_s: float, environment: Environm
         f"nothing answers at MASTER_ADDR {master} from {me} for {lasted_s:.0f} s ({words}) - "
         f"check that this is node 0's address and that its machine is up (`ping {master}`); if it "
         f"is, port {port} is blocked: open it, and all others between the nodes, in the firewall"
+    )
+
+
+def _likely_causes(started: float) -> str:
+    if time.monotonic() - started < _LIKELY_CAUSES_AFTER_S:
+        return ""
+    return (
+        ". Likely by now: the other node is not started or has ended (its log says why), it has "
+        "another MASTER_ADDR or MASTER_PORT, or a firewall is in the way"
     )

@@ -11,6 +11,8 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import OutOfMemory, first_line
 from shardtune.optimizers.rules import smaller_rules
 
+_LONG_ROW = 1 << 14  # tokens; kernels on a share of a shorter row are too small to be fast
+
 
 def step_fits(layout: Layout) -> AbstractContextManager[None]:
     """Raise OutOfMemory, with keys that save memory, if a step or an evaluation runs out of it."""
@@ -18,6 +20,8 @@ def step_fits(layout: Layout) -> AbstractContextManager[None]:
     keys = []
     if not layout.keeps_inputs_alone:
         keys.append("set model.activation_checkpointing=full")
+    if layout.row_ranks == 1 and length >= _LONG_ROW:
+        keys.append("set parallel.context, so that several ranks share each row")
     if layout.expert == 1:
         keys.append("set parallel.expert if the model has experts")
     if rows > 1:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from shardtune.checkpoint import resume_rules
 from shardtune.checkpoint.assets import (
     SOURCE,
+    links_out_of,
     list_source,
     model_assets,
     with_stops,
@@ -38,6 +39,8 @@ from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run
 
+_NAMED_TEMPLATES = "additional_chat_templates"
+
 
 def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     """Read the model's configuration, fetch its weights, and read the files beside them.
@@ -64,6 +67,11 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
+    for link in links_out_of(folder):
+        logger.warning(
+            f"{link} leads out of its folder, to {link.resolve()}, and is not copied into exported "
+            "models - put the file itself there if it belongs to the model"
+        )
     if config.model.init == "pretrained":
         # Nodes may have disks of their own, whose copies of the model must be equal.
         source = world.on_rank0(lambda: list_source(config.model.path))
@@ -81,6 +89,12 @@ def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
     """
     encoder = dataset.build_encoder(config.model.path, config.data, datetime.date.today())
     template = encoder.tokenizer.chat_template
+    if isinstance(template, dict) and (_folder_of(config.model.path) / _NAMED_TEMPLATES).is_dir():
+        names = ", ".join(sorted(template.keys() - {"default"}))
+        logger.warning(
+            f"{_NAMED_TEMPLATES}/ of the model is not copied into exported models: they lack the "
+            f"chat templates {names}"
+        )
     return encoder.stop_token_ids, template if isinstance(template, str) else None
 
 
