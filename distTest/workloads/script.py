@@ -29,17 +29,11 @@ def launch(program: Sequence[Any], ranks: int, python: Path | str = sys.executab
     return list(map(str, [python, *(launcher if ranks > 1 else []), *program]))
 
 
-def train_command(
-    settings: Mapping[str, Any],
-    *,
-    ways: str | None = None,
-    ranks: int = 1,
-    config: Path | str = os.devnull,
-) -> list[str]:
+def train_command(settings: Mapping[str, Any], ways: str | None = None) -> list[str]:
     """Return the command of a run with these settings. `ways`: those of wrapped.py."""
     script = ["train_fsdp.py"] if ways is None else ["-m", "distTest.workloads.wrapped", ways]
     assignments = [f"{key}={value}" for key, value in settings.items()]
-    return launch([*script, "--config", config, *assignments], ranks)
+    return launch([*script, "--config", os.devnull, *assignments], ranks=1)
 
 
 def offline(**more: str) -> dict[str, str]:

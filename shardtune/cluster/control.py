@@ -163,11 +163,11 @@ class Control:
     `silent_s` is lost. `clock_ahead_s` is how far this node's clock is ahead of node 0's.
     """
 
-    def __init__(self, me: NodeHello, silent_s: float = 20.0, secret: bytes = b"") -> None:
+    def __init__(self, me: NodeHello, secret: bytes = b"") -> None:
         self.me, self.secret = me, secret
         self.nodes: list[NodeHello] = [me]
         self.peers: list[Peer] = []
-        self.silent_s = silent_s
+        self.silent_s = 20.0
         self.clock_ahead_s = 0.0
         self._queue: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -16,7 +16,6 @@ from shardtune.errors import UserError, counted
 from shardtune.run_files import LOCK, METRICS, is_locked
 
 Entry = dict[str, Any]
-LOADS = "the run still loads"
 ENDED_EARLY = "the run ended before its first step"
 FloatArray = npt.NDArray[np.float64]
 
@@ -83,8 +82,10 @@ def read_run(path: Path) -> RunRecord:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         if (path / LOCK).exists():
-            is_alive = is_locked(path) is not False
-            raise UserError(f"{path}: {before_first_step(is_alive)}") from error
+            state = "the run still loads - wait for its first step"
+            if is_locked(path) is False:
+                state = f"{ENDED_EARLY} - the ERROR: line of its log says why"
+            raise UserError(f"{path}: {state}") from error
         raise UserError(
             f"{path}: no run ({file.name}: {error.strerror}) - name the run.dir of a run that has "
             "begun"
@@ -105,13 +106,6 @@ def read_run(path: Path) -> RunRecord:
         objects.sort(key=lambda entry: entry["step"])  # a save is written some steps later
     settings = read_settings(path)
     return RunRecord(path, path.resolve().name, entries, settings, unread, is_locked(path))
-
-
-def before_first_step(is_alive: bool) -> str:
-    """Return the state of a run without metrics, and what to do."""
-    if is_alive:
-        return f"{LOADS} - wait for its first step"
-    return f"{ENDED_EARLY} - the ERROR: line of its log says why"
 
 
 def read_entry(line: bytes | str) -> Entry | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardtune.errors import counted
 from shardtune.report.charts import mean_width, network_share, smooth
-from shardtune.report.read_run import ENDED_EARLY, LOADS, Entry, RunRecord
+from shardtune.report.read_run import ENDED_EARLY, Entry, RunRecord
 from shardtune.units import gb
 
 _RANKS = {"cuda": "GPU", "cpu": "CPU process"}
@@ -28,7 +28,7 @@ def card(run: RunRecord) -> str:
 
 def figures(run: RunRecord) -> dict[str, str]:
     setting = {key: value for key, (value, _) in run.settings.items()}
-    shown = {
+    return {
         "model": _model(setting),
         "data": _data(setting),
         "batch": _batch(run, setting),
@@ -42,10 +42,6 @@ def figures(run: RunRecord) -> dict[str, str]:
         "on": _machine(run),
         "starts": f"{len(run.of_kind('start'))}" if run.start else NOT_WRITTEN,
     }
-    if run.entries:
-        return shown
-    reason = f"({ENDED_EARLY if run.is_locked is False else LOADS})"
-    return dict.fromkeys(shown, reason) | {name: shown[name] for name in OF_CONFIG if setting}
 
 
 def no_step(run: RunRecord) -> str:
