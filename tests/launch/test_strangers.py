@@ -333,6 +333,6 @@ def test_whoever_comes_after_all_have_met_is_no_node():
 
 
 def test_an_empty_secret_is_refused(folder):
-    code, _, errors = end(start_preflight(0, "1", cwd=folder, NNODES="1", JOIN_SECRET=" "))
+    code, _, errors = end(start_preflight(0, "29600", cwd=folder, NNODES="1", JOIN_SECRET=" "))
     require_error_line(errors.strip())
     assert code == 2 and "JOIN_SECRET is empty - " in errors
