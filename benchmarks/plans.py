@@ -23,8 +23,7 @@ from shardtune.model.source.files import read_model_config
 from shardtune.planner.command.options import add_arguments, add_plan_arguments, split_runs
 from shardtune.planner.command.plan_command import machine_of
 from shardtune.planner.command.team_table import print_team_table
-from shardtune.planner.command.text import describe
-from shardtune.planner.command.verdict import verdict
+from shardtune.planner.command.text import describe, verdict
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import silent

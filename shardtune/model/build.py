@@ -27,11 +27,10 @@ from shardtune.model.facts.problems import problems
 from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
 from shardtune.model.lora import add_adapters, draw_factors
 from shardtune.model.moe.grouped_experts import gather_both_ways
-from shardtune.model.random_weights import draw_weights
 from shardtune.model.recomputation import prepare_for_training
 from shardtune.model.sharding import require_whole_blocks, shard
 from shardtune.model.source.load_weights import load_sharded
-from shardtune.model.source.masters import rounded_when_read
+from shardtune.model.source.masters import draw_weights, rounded_when_read
 from shardtune.model.source.text_model import build_text_model
 from shardtune.model.stages import keep_stage, layers_of_stages
 from shardtune.optimizers.rules import find_rule

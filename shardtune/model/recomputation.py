@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers its operator
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     create_selective_checkpoint_contexts,
@@ -18,7 +20,6 @@ from transformers import PreTrainedModel
 import shardtune.model.older_transformers  # noqa: F401, gives older ones what is used here
 from shardtune.distributed.layout import Layout
 from shardtune.model.documents import cpu_attention
-from shardtune.model.kept_choices import keep_choices
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
 # recomputes the rest.
@@ -58,7 +59,7 @@ def prepare_for_training(model: PreTrainedModel, layout: Layout) -> PreTrainedMo
         if layout.checkpointing == "selective":
             contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
         if layout.expert > 1:
-            # Ranks exchange tokens by these choices, which must not change: see `kept_choices`.
+            # Ranks exchange tokens by these choices, which must not change: see `keep_choices`.
             contexts = partial(keep_choices, contexts)
         # transformers before 5.23 has the older name alone.
         older: Any = model.gradient_checkpointing_enable
@@ -75,3 +76,46 @@ def kept_operators(model: PreTrainedModel) -> list[Any]:
         getattr(module, "has_bias", False) or hasattr(module, "altup") for module in model.modules()
     )
     return [op for op in _KEPT_OPERATORS if not (is_changed and op in _CHANGED_IN_PLACE)]
+
+
+_MAX, _TOP_K = torch.ops.aten.max.dim, torch.ops.aten.topk.default  # PhiMoE's routers, all others
+_MOST_EXPERTS = 64  # a larger `topk` chooses attention's keys, not experts
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def keep_choices(contexts: Callable[[], _Contexts] = noop_context_fn) -> _Contexts:
+    """Return `contexts` of a checkpointed forward and its repetition that keep choices, too."""
+    # Both share one list: the repetition takes the choices in the order in which the forward made
+    # them.
+    kept: list[tuple[torch.Tensor, ...]] = []
+    first, again = contexts()
+    return _both(_Choices(kept), first), _both(_Choices(kept, is_again=True), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class _Choices(TorchDispatchMode):
+    supports_higher_order_operators = True  # else torch refuses them within this mode
+
+    def __init__(self, kept: list[tuple[torch.Tensor, ...]], is_again: bool = False) -> None:
+        super().__init__()
+        self._kept, self._again = kept, iter(kept) if is_again else None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Allow compiled layers within this mode: they call `topk` as an operator, too."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _MAX and not (func is _TOP_K and args[1] <= _MOST_EXPERTS):
+            return func(*args, **(kwargs or {}))
+        if self._again:
+            return next(self._again)
+        chosen = func(*args, **(kwargs or {}))
+        # Copies, since some routers normalise the weights of their choices in place.
+        self._kept.append(tuple(x.clone() for x in chosen))
+        return chosen

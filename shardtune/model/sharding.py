@@ -18,8 +18,7 @@ from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.fsdp_groups import gather_ahead, groups_of
-from shardtune.model.moe.placement import is_cut, is_spread, shard_placement
-from shardtune.model.moe.spread import spread_experts
+from shardtune.model.moe.spread import is_cut, is_spread, shard_placement, spread_experts
 from shardtune.model.tensor_parallel import cut_layers
 from shardtune.model.traits import decoder_layers, is_stack
 from shardtune.optimizers.rounding import SCALE_BLOCK

@@ -26,7 +26,7 @@ from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.model import documents
 from shardtune.model.facts.problems import has_new_transformers
-from shardtune.model.moe.placement import is_cut
+from shardtune.model.moe.spread import is_cut
 from shardtune.model.traits import FACTORS, decoder_layers
 
 # The dimension in which each style cuts each parameter of a linear layer.

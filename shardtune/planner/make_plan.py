@@ -20,14 +20,13 @@ from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, require_trainable
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.model.moe.placement import gathered_numel, is_cut, is_spread
+from shardtune.model.moe.spread import gathered_numel, is_cut, is_spread
 from shardtune.model.stages import divided
 from shardtune.planner.arithmetic.figures import Collective
-from shardtune.planner.arithmetic.host_link import host_link, pieces_bytes
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.roofline import gpu_of, seconds, with_gathers
 from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic, rows_bytes
-from shardtune.planner.arithmetic.storage import join_storage, plan_storage
+from shardtune.planner.arithmetic.storage import host_link, join_storage, pieces_bytes, plan_storage
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.planner.simulation.peaks import bounded_memory, step_memory

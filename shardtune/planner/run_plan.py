@@ -38,7 +38,7 @@ from shardtune.metrics_schema import PlanEntry
 from shardtune.model.flops import device_peak
 from shardtune.model.source.files import read_model_config
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.command.verdict import lacking, verdict
+from shardtune.planner.command.text import lacking, verdict
 from shardtune.planner.make_plan import bound_plan, make_plan
 from shardtune.planner.mesh import as_arguments, launch_command
 from shardtune.planner.plan import Plan

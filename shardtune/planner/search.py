@@ -22,16 +22,20 @@ from shardtune.model.facts.trial import require_exact_copy
 from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import MESH, every_mesh, mesh_arguments, value_of, with_values
-from shardtune.planner.plan import Plan
-from shardtune.planner.settings import (
+from shardtune.planner.mesh import (
     ADAPTERS,
+    MESH,
     Setting,
+    every_mesh,
     less_training,
+    mesh_arguments,
     same_training,
     settings,
     together,
+    value_of,
+    with_values,
 )
+from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
 
 Say = Callable[[str], None]  # says each part of the work before it begins

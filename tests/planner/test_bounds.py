@@ -12,7 +12,7 @@ from transformers import Llama4TextConfig, LlamaConfig
 from shardtune.__main__ import run
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import rough_memory
-from shardtune.planner.command.verdict import verdict
+from shardtune.planner.command.text import verdict
 from shardtune.planner.make_plan import bound_plan, make_plan
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import with_layers

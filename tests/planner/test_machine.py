@@ -15,8 +15,7 @@ from shardtune.cards import CARDS
 from shardtune.distributed.measured import CPU, write_measured
 from shardtune.planner.command.options import add_arguments
 from shardtune.planner.command.plan_command import machine_of
-from shardtune.planner.command.text import assumed
-from shardtune.planner.command.verdict import verdict
+from shardtune.planner.command.text import assumed, verdict
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation.extrapolate import with_layers

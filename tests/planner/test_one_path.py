@@ -17,7 +17,7 @@ from shardtune.config_io import load_config, to_dict
 from shardtune.planner.arithmetic.figures import Cause
 from shardtune.planner.command.options import add_arguments
 from shardtune.planner.command.plan_command import machine_of
-from shardtune.planner.command.verdict import verdict
+from shardtune.planner.command.text import verdict
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.run_plan import _predict_in_process, as_prediction
 from shardtune.planner.search import Search

@@ -37,8 +37,7 @@ from shardtune.model.source.quantised import piece_bytes
 from shardtune.planner.arithmetic.figures import Cause, Collective
 from shardtune.planner.arithmetic.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.arithmetic.run_length import RunLength, run_length
-from shardtune.planner.command.text import describe
-from shardtune.planner.command.verdict import verdict
+from shardtune.planner.command.text import describe, verdict
 from shardtune.planner.make_plan import _Planner, bound_plan, make_plan
 from shardtune.planner.simulation.extrapolate import cuts, extrapolate, with_layers
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate

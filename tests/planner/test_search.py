@@ -20,13 +20,11 @@ from transformers import (
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.command.text import describe, describe_room
-from shardtune.planner.command.verdict import lacking
+from shardtune.planner.command.text import describe, describe_room, lacking
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import launch_command, with_values
+from shardtune.planner.mesh import ADAPTERS, launch_command, same_training, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
-from shardtune.planner.settings import ADAPTERS, same_training
 from shardtune.planner.simulation.extrapolate import Simulations
 
 CONFIGS = REPOSITORY / "tests/data/configs"

@@ -25,9 +25,15 @@ from shardtune.model.build import build_on_meta
 from shardtune.model.documents.state_layers import state_mixers
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.arithmetic.figures import Cause
-from shardtune.planner.simulation import short_rows
-from shardtune.planner.simulation.short_rows import shorten_rows
-from shardtune.planner.simulation.simulate import Measured, Step, fake_world, full_batch, simulate
+from shardtune.planner.simulation import simulate as simulation
+from shardtune.planner.simulation.simulate import (
+    Measured,
+    Step,
+    fake_world,
+    full_batch,
+    shorten_rows,
+    simulate,
+)
 from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.states.reshard import ReshardPolicy
 
@@ -115,7 +121,7 @@ def n_kernels(measured: Measured) -> int:
 def test_gated_delta_rules_keep_as_much_of_short_rows(delta_rule, rows, monkeypatch):
     given = f"data.max_length={_ROW}", "train.micro_batch_size=2", *filter(None, [rows])
     short = step(delta_rule, *given)
-    monkeypatch.setattr(short_rows, "_TOKENS_OF_PIECE", 2 * _ROW)
+    monkeypatch.setattr(simulation, "_TOKENS_OF_PIECE", 2 * _ROW)
     whole = step(delta_rule, *given)
     assert short.peaks.keys() == whole.peaks.keys()
     highest = [max(peak.n_bytes for peak in each.peaks.values()) for each in (short, whole)]

@@ -27,7 +27,7 @@ from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import expert_problems
 from shardtune.model.moe import grouped_experts
 from shardtune.model.moe.grouped_experts import TokenPairs, expert_outputs, gathering_forward
-from shardtune.model.moe.shared_experts import SharedExperts
+from shardtune.model.moe.token_exchange import SharedExperts
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy
 

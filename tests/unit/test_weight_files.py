@@ -23,9 +23,9 @@ from shardtune.checkpoint.resume_rules import require_allowed_settings, require_
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
-from shardtune.model.moe.counts import count_tokens
-from shardtune.model.random_weights import draw_weights
+from shardtune.model.moe.token_exchange import count_tokens
 from shardtune.model.source import load_weights, weight_files
+from shardtune.model.source.masters import draw_weights
 from shardtune.model.source.weight_files import (
     files_of_weights,
     list_tensors,

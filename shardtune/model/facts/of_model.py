@@ -10,8 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.model import traits
-from shardtune.model.documents.attention_layers import attention_layers
-from shardtune.model.documents.indexers import indexers
+from shardtune.model.documents.attention_layers import attention_layers, indexers
 from shardtune.model.documents.state_layers import state_mixers
 from shardtune.model.facts.facts import Cut, Layer, ModelFacts, Parameter
 from shardtune.model.flops import NotCounted, count_flops, stage_costs

@@ -24,10 +24,12 @@ with contextlib.suppress(ImportError):  # transformers before 5.23
         apply_expert_parallelism,
     )
 
+from torch.distributed.tensor import DTensor, Shard
+
 from shardtune.distributed.progress import Progress
-from shardtune.model.facts.problems import has_new_transformers
-from shardtune.model.moe.shared_experts import SharedExperts
-from shardtune.model.moe.token_exchange import ExpertExchange
+from shardtune.distributed.tensors import to_local
+from shardtune.model.facts.problems import has_new_transformers, leaves_empty_slices
+from shardtune.model.moe.token_exchange import ExpertExchange, SharedExperts
 from shardtune.model.traits import is_factor, is_stack
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
@@ -86,3 +88,38 @@ def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
         # The module itself, tokens, the router's choices and their weights.
         if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
             yield name, module, stacks[0].shape[0]
+
+
+def is_spread(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
+    return "expert" in _dimensions(parameter)
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Return whether the ranks of `tensor` compute with parts of a parameter."""
+    return "tensor" in _dimensions(parameter)
+
+
+def _dimensions(parameter: torch.Tensor) -> tuple[str, ...]:
+    is_sharded = isinstance(parameter, DTensor)
+    return (cast(DTensor, parameter).device_mesh.mesh_dim_names or ()) if is_sharded else ()
+
+
+def gathered_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements of a sharded parameter a rank has once FSDP2 has gathered it."""
+    names, numel = _dimensions(parameter), parameter.numel()
+    for name in {"expert", "tensor"}.intersection(names):
+        numel //= cast(DTensor, parameter).device_mesh.size(names.index(name))
+    return numel
+
+
+def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """Return the dimension of a parameter that FSDP2 splits into `shards`."""
+    # It is the first, as FSDP2 itself chooses, unless some ranks would get no experts of a stack.
+    # Then it is the last, if it divides evenly, as FSDP2 demands of all dimensions but the first.
+    experts, width = to_local(parameter).shape[0], parameter.shape[-1]
+    has_experts = is_stack(parameter) or is_spread(parameter)
+    if has_experts and leaves_empty_slices(experts, shards) and width % shards == 0:
+        # Not the second dimension, in which gate and up projections of the files are joined.
+        return Shard(parameter.dim() - 1)
+    return Shard(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
-from shardtune.model.moe.counts import add_counts
 from shardtune.model.moe.grouped_experts import (
     TokenPairs,
     are_stacked,
@@ -21,7 +20,6 @@ from shardtune.model.moe.grouped_experts import (
     inverse,
     take_rows,
 )
-from shardtune.model.moe.shared_experts import SharedExperts
 
 
 class ExpertExchange:
@@ -115,3 +113,57 @@ class ExpertExchange:
             outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), weights)
         outputs = linear_map(take, put, outputs)
         return outputs if n_rows else outputs[:0]
+
+
+@torch.library.custom_op("shardtune::count_tokens", mutates_args=("counts",))
+def count_tokens(counts: torch.Tensor, top_k_index: torch.Tensor) -> None:
+    """Add the tokens of each expert to `counts`, [experts + 1], once for each forward."""
+    # The last element takes choices beyond the experts, which some routers have for tokens that
+    # need none. A layer that a backward computes again counts nothing. This is an operator, because
+    # compiled layers cannot ask whether a backward runs.
+    if torch._C._current_graph_task_id() == -1:
+        add_counts(counts, top_k_index.flatten())
+
+
+def add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
+    expert_of_pair = expert_of_pair.clamp(max=len(counts) - 1)
+    counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
+
+
+class SharedExperts:
+    """Runs the module of shared experts while tokens travel to the experts of a router.
+
+    A later call of the module on the same input returns that output. If an architecture calls the
+    module first, or on another input, it runs only then.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        self._ahead: tuple[Any, torch.Tensor] | None = None  # the input's elements, and output
+        self._came_first = self._has_another_input = False
+        module.forward = torch.compiler.disable(self._output)
+
+    def run_ahead(self, tokens: torch.Tensor) -> None:
+        """Compute the output for tokens, [tokens, width], and keep it for the module's call."""
+        if not self._came_first and not self._has_another_input:
+            self._ahead = _elements(tokens), self._forward(tokens)
+        self._came_first = False
+
+    def forget(self) -> None:
+        self._ahead = None
+
+    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._ahead is None:
+            self._came_first = True
+            return cast(torch.Tensor, self._forward(hidden))
+        (elements, output), self._ahead = self._ahead, None
+        if elements != _elements(hidden):
+            self._has_another_input = True
+            return cast(torch.Tensor, self._forward(hidden))
+        return output.view(*hidden.shape[:-1], -1)
+
+
+def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors with the same memory, until its contents change."""
+    storage = tensor.untyped_storage()
+    return storage, tensor.storage_offset(), tensor.numel(), tensor._version

@@ -11,7 +11,6 @@ from typing import Any
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
 from shardtune.planner.arithmetic.figures import Collective
-from shardtune.planner.arithmetic.host_link import HostLink, host_link, host_states_bytes
 from shardtune.planner.arithmetic.machine import Machine, link_bytes
 from shardtune.planner.arithmetic.shapes import (
     Shapes,
@@ -20,6 +19,7 @@ from shardtune.planner.arithmetic.shapes import (
     rough_memory,
     rows_bytes,
 )
+from shardtune.planner.arithmetic.storage import HostLink, host_link, host_states_bytes
 
 TIGHT_BYTES = 3e9  # the plans of others' best described runs are up to 9% below their memory
 

@@ -32,13 +32,13 @@ from shardtune.planner.command.text import (
     describe,
     describe_changes,
     describe_room,
+    lacking,
+    verdict,
 )
-from shardtune.planner.command.verdict import lacking, verdict
 from shardtune.planner.make_plan import bound_plan, make_plan
-from shardtune.planner.mesh import as_arguments, launch_command, with_values
+from shardtune.planner.mesh import ADAPTERS, as_arguments, launch_command, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Say, Search, silent
-from shardtune.planner.settings import ADAPTERS
 from shardtune.planner.simulation.extrapolate import Simulations
 
 _SHIPPED = Path(__file__).resolve().parents[3] / "config.yaml"  # the default of the launch scripts

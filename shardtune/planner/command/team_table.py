@@ -26,13 +26,12 @@ from shardtune.planner.command.text import (
     number_text,
     spread,
     table,
+    verdict,
 )
-from shardtune.planner.command.verdict import verdict
 from shardtune.planner.make_plan import bound_plan
-from shardtune.planner.mesh import as_arguments, mesh_arguments, value_of, with_values
+from shardtune.planner.mesh import ADAPTERS, as_arguments, mesh_arguments, value_of, with_values
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Say, Search
-from shardtune.planner.settings import ADAPTERS
 from shardtune.planner.simulation.at_once import in_turn
 from shardtune.planner.simulation.extrapolate import Known, Simulations
 from shardtune.units import gb

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
@@ -29,13 +30,13 @@ from shardtune.model.build import build_on_meta, run_as_on_gpus
 from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
 from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.head_exchange import heads_between
-from shardtune.model.documents.state_layers import state_mixers
+from shardtune.model.documents.one_by_one import call_one_by_one, restore
+from shardtune.model.documents.state_layers import decays_by_head, state_mixers
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
 from shardtune.model.traits import decoder_layers, top_k
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause, Collective, Kernel, Peak
-from shardtune.planner.simulation.short_rows import shorten_rows
 from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.pipeline import Stage
 from shardtune.training.states.host_states import SentGradients
@@ -294,3 +295,36 @@ def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
         place = i if i < len(layers) // 2 else i - len(layers)
         layer.register_forward_pre_hook(partial(enter, place), prepend=True)
         layer.register_forward_hook(partial(leave, place))
+
+
+_TOKENS_OF_PIECE = 256  # four chunks
+
+
+def shorten_rows(mixers: list[nn.Module]) -> None:
+    """Make gated delta rules cut each document into short rows from now on."""
+    for mixer in filter(decays_by_head, mixers):
+        is_called_per_document = "forward" in vars(mixer)
+        # Cut inside the call by document, or a short row would join two documents.
+        restore(mixer)
+        mixer.forward = partial(_in_short_rows, mixer.forward)
+        if is_called_per_document:
+            call_one_by_one(mixer)
+
+
+def _in_short_rows(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    given = tree_leaves((arguments, options))
+    rows, tokens = next(x for x in given if isinstance(x, torch.Tensor)).shape[:2]
+    if tokens % _TOKENS_OF_PIECE:
+        return forward(*arguments, **options)
+    long, short = (rows, tokens), (rows * tokens // _TOKENS_OF_PIECE, _TOKENS_OF_PIECE)
+    arguments, options = _reshape((arguments, options), long, short)
+    return _reshape(forward(*arguments, **options), short, long)
+
+
+def _reshape(values: Any, old: tuple[int, int], new: tuple[int, int]) -> Any:
+    """Reshape the tensors whose first dimensions (rows, tokens) are `old` to `new`."""
+
+    def reshape(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(*new, *tensor.shape[2:]) if tensor.shape[:2] == old else tensor
+
+    return tree_map_only(torch.Tensor, reshape, values)
