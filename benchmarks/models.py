@@ -43,7 +43,7 @@ from shardtune.cluster.child import Child, Pipe, results
 from shardtune.config import LoraConfig
 from shardtune.errors import Ending, UserError, first_line
 from shardtune.log import quiet_libraries
-from shardtune.model.facts.of_config import not_trained
+from shardtune.model.facts.problems import not_trained
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.lora import choose_targets
 from shardtune.model.source.text_model import build_with_towers, drop_towers
