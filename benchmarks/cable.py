@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sides import NAMES, Job, Side, counted
-from benchmarks.tables import describe_losses, spread, table
+from benchmarks.sides import NAMES, Job, Side, counted, describe_losses, spread, table
 from distTest.rehearse.namespaces import FRAMED, LIMIT_TRIAL, obstacle
 from distTest.workloads.cable import ADDRESSES, RANKS_PER_NODE, over_cable
 from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from itertools import product
 from statistics import median
 
-from benchmarks.sides import NAMES, Job, Side, counted, in_turns
-from benchmarks.tables import describe_losses, spread, table
+from benchmarks.sides import NAMES, Job, Side, counted, describe_losses, in_turns, spread, table
 from distTest.workloads.chats import write_chats
 
 _REFERENCE = "hf_trainer"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from distTest.workloads.script import REPOSITORY, environment, launch, train_command
@@ -219,4 +220,32 @@ def side_of(record: RunRecord) -> Side:
         tokens=tokens,
         trained_tokens=trained,
         cpu_seconds=[end - start for start, end in pairwise(json.loads(next(ends, "[]")))],
+    )
+
+
+def table(header: str, rows: Sequence[str]) -> list[str]:
+    """Return the lines of a table, and an empty line."""
+    return [header, "|---" * (header.count("|") - 1) + "|", *rows, ""]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Format median, smallest and largest, with three digits or more."""
+    three = (median(values), min(values), max(values))
+    middle, low, high = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in three)
+    return f"{middle} ({low} to {high})"
+
+
+def describe_losses(dtype: str, losses: Mapping[str, Sequence[float]], reference: str) -> str:
+    """Say how near the losses are to the reference's, and how far the reference's moved."""
+    expected = losses[reference]
+    furthest = max(
+        abs(a - b) / abs(b)
+        for of_side in losses.values()
+        for a, b in zip(of_side, expected, strict=True)
+    )
+    return (
+        f"At every step the losses of all sides are within {TOLERANCE[dtype]:.2%} of the "
+        f"reference's, relative to it "
+        f"(the furthest is {furthest:.4%} away), which goes from {expected[0]:.4f} to "
+        f"{expected[-1]:.4f}."
     )

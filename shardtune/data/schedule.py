@@ -12,8 +12,7 @@ import numpy as np
 
 from shardtune.config import DataConfig
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import Rows, rows_of_epoch, sequences_of_epoch
-from shardtune.data.packing import best_fit
+from shardtune.data.order import Rows, best_fit, rows_of_epoch, sequences_of_epoch
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from helpers.data_run import log_normal_lengths, random_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.data.order import lay_out_rows
-from shardtune.data.packing import best_fit
+from shardtune.data.order import best_fit, lay_out_rows
 
 
 @given(
