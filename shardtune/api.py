@@ -76,7 +76,7 @@ def plan(
     given = dict(locals())  # the arguments alone
     from shardtune.planner.arithmetic.figures import Cause
     from shardtune.planner.command.plan_command import plan_config
-    from shardtune.planner.plan import verdict
+    from shardtune.planner.command.text import verdict
 
     if not isinstance(config, Mapping):
         given["config"] = Path(config)

@@ -17,8 +17,8 @@ import xxhash
 import yaml
 from huggingface_hub import metadata_load
 
-from shardtune.model.facts.of_config import QUANTIZATION
 from shardtune.model.source.files import FILES_BESIDE_WEIGHTS, model_folder
+from shardtune.model.source.quantisation import QUANTIZATION
 from shardtune.model.source.quantised import quantisation_in
 from shardtune.model.source.weight_files import list_tensors
 from shardtune.run_files import VERSION

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.model import documents
-from shardtune.model.facts.problems import has_new_transformers
 from shardtune.model.moe.spread import is_cut
-from shardtune.model.traits import FACTORS, decoder_layers
+from shardtune.model.traits import FACTORS, decoder_layers, has_new_transformers
 
 # The dimension in which each style cuts each parameter of a linear layer.
 CUTS = {

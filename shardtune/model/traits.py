@@ -7,8 +7,11 @@ experts in total and per token, and the heads and types of layers.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from packaging.version import Version
 
 if TYPE_CHECKING:  # a plan reads config.json first: torch's import takes seconds
     import torch
@@ -19,6 +22,16 @@ FACTORS = ("lora_A", "lora_B")
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
+
+
+# Architectures that would need code of their own, and architectures to use instead.
+_INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
+_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
+_INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
+_INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
+_INSTEAD |= dict.fromkeys(
+    ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"), "gpt_oss or glm4_moe"
+)
 
 
 class Heads(NamedTuple):
@@ -115,3 +128,19 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
     inner = {m for layer in named for m in [*layer.modules()][1:]}
     return [layer for layer in named if layer not in inner]
+
+
+def not_trained(kind: str) -> str:
+    """Return why an architecture is refused by its name alone, or an empty text."""
+    instead = _INSTEAD.get(kind)
+    return f"{kind} is not trained here - use a model of type {instead}" if instead else ""
+
+
+def has_new_transformers() -> bool:
+    """Return whether the installed transformers has plans of experts and of cut matrices."""
+    return Version(importlib.metadata.version("transformers")).release >= (5, 23)
+
+
+def leaves_empty_slices(length: int, shards: int) -> bool:
+    """Return whether FSDP2 leaves some of the shards without a row."""
+    return -(-length // shards) * (shards - 1) >= length

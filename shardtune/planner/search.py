@@ -286,8 +286,8 @@ class Search:
         """Try the first layers, cut in two by a degree of the mesh: all take seconds."""
         layers = min(_TRIAL_LAYERS, self.plan.shapes.n_layers)
         shallow = with_layers(self.simulations.model_config, layers)
-        degrees = dict.fromkeys(("context", "tensor", "stages"), 1) | {degree: 2}
-        layout = replace(self.plan.layout, packing=False, **degrees)
+        degrees: dict[str, Any] = dict.fromkeys(("context", "tensor", "stages"), 1)
+        layout = replace(self.plan.layout, packing=False, **degrees | {degree: 2})
         try:
             require_exact_copy(layout, shallow)
         except UserError:

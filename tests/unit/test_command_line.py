@@ -14,11 +14,11 @@ import pytest
 from helpers.commands import REPOSITORY, completed
 
 from shardtune import __main__ as command_line
+from shardtune import garbage_collection
 from shardtune.__main__ import run
 from shardtune.errors import Aborted, RunFailed, UserError
 from shardtune.garbage_collection import imports_without_gc
 from shardtune.log import logger, node_logger, setup_logging
-from shardtune.training import garbage_collection
 
 WITH_CONFIG = ("train", "plan", "inspect-data")
 

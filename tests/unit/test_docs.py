@@ -201,9 +201,8 @@ def test_every_kind_of_object_is_read_and_has_a_table():
         ({"kind": "step", "step": 3}, True),  # of an older run
         ({"kind": "step", "step": 3, "loss": None, "heat": [9]}, True),  # of a newer one
         ({"kind": "weather", "step": 3, "loss": "low"}, True),
-        ({"kind": "step", "step": 3, "loss": "low"}, False),
-        ({"kind": "step", "step": -1}, False),
-        ({"kind": "experts", "step": 3, "layers": [{"entropy": 1.0}]}, False),
+        ({"kind": "step", "step": "3"}, False),
+        ({"kind": "step"}, False),
     ],
 )
 def test_a_line_is_read_by_the_fields_that_it_has(entry, is_read):

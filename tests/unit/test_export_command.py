@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs, load, open_checkpoint
-from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
-from shardtune.checkpoint.export.model_files import readme
+from shardtune.checkpoint.assets import SOURCE, list_source, model_assets, readme
 from shardtune.checkpoint.load import read_chunk
 from shardtune.checkpoint.manifest import DamagedCheckpoint, StoredChunk
 

@@ -60,7 +60,7 @@ GPU = {"name": "H100", "memory": (79e9, 80e9)}
         ({"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}, "TORCH_DISTRIBUTED_DEBUG is not "),
         (
             {"processes": 4, "config": WORLD | {"parallel.replicate": "2", "parallel.expert": "4"}},
-            "parallel.expert=4 does not divide - change GPUS_PER_NODE, or use parallel.expert=3",
+            "parallel.expert=4 does not divide world size / parallel.replicate, 6 - use one of 1, ",
         ),
         ({"config": WORLD | {"parallel.tensor": "16"}}, "tensor=16 lets ranks of two nodes share"),
         ({"config": WORLD | {"new": "null"}}, "new is missing on node 0 (a) and null on node 1"),
@@ -213,7 +213,6 @@ def test_only_files_that_are_read_are_compared(tmp_path, monkeypatch):
         "data.train: train.jsonl",
         "data.eval: x.arrow",
     ]
-    assert [line.partition(" ")[0] for line in facts["remarks"]] == ["model.path=a/b"]
 
 
 def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
@@ -234,20 +233,12 @@ def test_weights_are_compared_whole_or_it_is_said(tmp_path, monkeypatch):
     assert digest() != sampled
 
 
-VERSION = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
-    "GCC version:  gcc version 11.4.0\n"
-)
-
-
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A node with two GPUs and an old driver, for which this PyTorch has no use."""
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    (tmp_path / "version").write_text(VERSION, encoding="utf-8")
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -258,7 +249,7 @@ def test_a_driver_too_old_for_the_wheel_is_refused_by_run_and_preflight(two_gpus
     with pytest.raises(UserError) as refused:
         join.join_world(configured())
     (problem,) = refused.value.problems
-    assert "2 GPUs with driver 535.104.05, " in problem and " R580 " in problem
+    assert "2 GPUs, " in problem and " R580 " in problem
     require_error_line(f"ERROR: {problem}")
     node = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
     (of_node,) = node_info.node_facts(read_environment(node, ()))["problems"]
@@ -280,16 +271,15 @@ def test_a_wheel_for_cpus_and_a_wrong_choice_of_gpus_have_their_own_remedies(two
 
 
 def test_without_device_files_nvidia_smi_is_asked(two_gpus, monkeypatch):
-    answers = {"-L": "GPU 0: NVIDIA H100 (UUID: 1)\n", "--query-gpu": "535.1.2\n"}
+    answers = {"-L": "GPU 0: NVIDIA H100 (UUID: 1)\n"}
 
     def answer(command: list[str], **_: Any) -> Any:
         text = next((text for key, text in answers.items() if command[1].startswith(key)), "")
         return SimpleNamespace(stdout=text, returncode=0)
 
     monkeypatch.setattr(gpus, "_DEVICES", two_gpus / "none")
-    monkeypatch.setattr(gpus, "_DRIVER", two_gpus / "none")
     monkeypatch.setattr(subprocess, "run", answer)
-    assert "1 GPUs with driver 535.1.2, and" in str(gpus.unseen_gpus())
+    assert "1 GPUs, and" in str(gpus.unseen_gpus())
     answers.clear()
     assert gpus.unseen_gpus() is None
 

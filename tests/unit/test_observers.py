@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers.data_run import log_lines
 from helpers.ranks import world_of
-from shardtune.training.observers.loss_spikes import LossSpikes
 from shardtune.training.observers.observer import StepEnded
 from torch import distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +19,7 @@ from shardtune.config import Config
 from shardtune.log import setup_logging
 from shardtune.model.flops import DevicePeak
 from shardtune.training.observers.metrics import Metrics, StepStats
-from shardtune.training.observers.step_log import StepLog
+from shardtune.training.observers.step_log import LossSpikes, StepLog
 from shardtune.training.observers.stragglers import slowest
 
 

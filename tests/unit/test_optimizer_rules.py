@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -14,7 +13,6 @@ from torch import nn
 from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM
 
-from shardtune.checkpoint.resume_rules import log_kinds
 from shardtune.config import OptimizerConfig, SchedulerConfig
 from shardtune.distributed.layout import Layout
 from shardtune.errors import RunFailed
@@ -491,30 +489,3 @@ def test_a_compile_that_was_asked_for_and_fails_names_the_optimizer(tmp_path):
     ):
         compile_update(optimizer, config, alone)
     assert not optimizer.is_compiled
-
-
-def test_a_resume_names_all_that_it_computes_in_another_way_in_a_line(caplog):
-    """An older checkpoint knows the update alone; one of a CPU, whose bits do not change, nothing.
-
-    What a run has not used is not compared.
-    """
-    update = "the update of the weights"
-    cases = [
-        ({"update": "eager"}, {update: "compiled", "the loss": "eager"}),
-        ({"update": "eager"}, {update: "eager"}),
-        ({}, {update: "compiled"}),
-        ({"kinds": {}}, {update: "compiled"}),
-        ({"kinds": {update: "eager", "layers": "eager"}}, {}),
-        (
-            {"kinds": {update: "eager", "the loss": "compiled", "layers": "compiled"}},
-            {update: "eager", "the loss": "eager", "layers": "eager"},
-        ),
-    ]
-    with caplog.at_level(logging.INFO, "shardtune"):
-        for state, kinds in cases:
-            resumed: Any = SimpleNamespace(name="step-7", state=state)
-            log_kinds(resumed, kinds)
-    older, newer = caplog.messages
-    assert "step-7" in older and f"{update} was eager, is compiled" in older
-    assert "the loss was compiled, is eager, layers was compiled, is eager" in newer
-    assert "loss" not in older and update not in newer

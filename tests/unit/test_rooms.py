@@ -70,13 +70,12 @@ READERS = {"config.py", "config_io.py", "config_schema.py", "distributed/layout.
 SAID = {  # what a user asked for, in words
     ("training/start_log.py", "config.optimizer.offload"),
     ("training/data_and_schedule.py", "config.model.compute_dtype"),
-    ("model/facts/of_config.py", "config.parallel"),  # without a device
-    ("cluster/node_info.py", "config.parallel"),
     ("planner/command/team_table.py", "config.model.activation_checkpointing"),
 }
 # A run, a machine that is planned for, a trial before there is one.
 MAKERS = {"distributed/join.py", "planner/arithmetic/machine.py", "planner/command/plan_command.py"}
-MAKERS |= {"distTest/rehearse/__main__.py", "benchmarks/models.py"}
+MAKERS |= {"model/facts/of_config.py"}
+MAKERS |= {"distTest/rehearse/__main__.py"}
 
 
 def test_no_other_file_asks_the_configuration_what_a_run_is():

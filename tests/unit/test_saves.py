@@ -37,7 +37,6 @@ from shardtune.checkpoint import (
     load_checkpoint,
     open_checkpoint,
     saver,
-    staging,
 )
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.slices import slices_to_write
@@ -111,8 +110,8 @@ def test_a_save_writes_over_the_copy_only_after_the_save_before(tmp_path, monkey
 
 
 def test_saves_are_synchronous_where_the_copy_does_not_fit(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(staging, "available_memory", lambda: 100)
-    monkeypatch.setattr(staging.logger, "propagate", True)
+    monkeypatch.setattr(saver, "available_memory", lambda: 100)
+    monkeypatch.setattr(saver.logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         run = Run(tmp_path)
     assert caplog.messages[0].startswith("Checkpoint staging: checkpoint.mode=async needs 0.0 GB")
@@ -124,10 +123,10 @@ def test_saves_are_synchronous_where_the_copy_does_not_fit(tmp_path, monkeypatch
 @pytest.mark.parametrize(("copies", "is_staged"), [(1.5, False), (2.5, True)])
 def test_a_node_needs_memory_for_the_copies_of_all_its_ranks(copies, is_staged, monkeypatch):
     tensors = {"weight": torch.zeros(1000)}
-    free = int(copies * staging.staged_bytes(tensors))
-    monkeypatch.setattr(staging, "available_memory", lambda: free)
+    free = int(copies * saver.staged_bytes(tensors))
+    monkeypatch.setattr(saver, "available_memory", lambda: free)
     worlds = [replace(world, node_rank=0) for world in thread_worlds(2)]
-    made = on_threads(worlds, lambda world: staging.make_staging(tensors, world))
+    made = on_threads(worlds, lambda world: saver.make_staging(tensors, world))
     assert [each is not None for each in made] == [is_staged] * 2
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from benchmarks.tiny import tiny_config
-from distTest.rehearse import tiny_model as tiny
+from distTest.workloads import small_models as tiny
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout

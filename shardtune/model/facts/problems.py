@@ -10,20 +10,10 @@ import importlib.metadata
 from collections.abc import Iterator
 from math import gcd
 
-from packaging.version import Version
-
 from shardtune.distributed.layout import Layout
 from shardtune.errors import divisors_text
 from shardtune.model.facts.facts import Facts, ModelFacts
-
-# Architectures that would need code of their own, and architectures to use instead.
-_INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
-_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
-_INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
-_INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
-_INSTEAD |= dict.fromkeys(
-    ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"), "gpt_oss or glm4_moe"
-)
+from shardtune.model.traits import has_new_transformers, leaves_empty_slices, not_trained
 
 
 def problems(facts: Facts, layout: Layout) -> Iterator[str]:
@@ -41,17 +31,6 @@ def problems(facts: Facts, layout: Layout) -> Iterator[str]:
     yield from context_problems(facts, layout.context, length)
     yield from expert_problems(facts, layout.expert, layout.expert_shards)
     yield from _stage_problems(facts, layout)
-
-
-def not_trained(kind: str) -> str:
-    """Return why an architecture is refused by its name alone, or an empty text."""
-    instead = _INSTEAD.get(kind)
-    return f"{kind} is not trained here - use a model of type {instead}" if instead else ""
-
-
-def has_new_transformers() -> bool:
-    """Return whether the installed transformers has plans of experts and of cut matrices."""
-    return Version(importlib.metadata.version("transformers")).release >= (5, 23)
 
 
 def _too_old(key: str, degree: int, work: str) -> str:
@@ -163,8 +142,8 @@ def expert_problems(facts: Facts, degree: int, copies: int) -> Iterator[str]:
     if not has_new_transformers():
         yield _too_old("parallel.expert", degree, "spread experts")
         return
-    is_built = isinstance(facts, ModelFacts)
-    if is_built and not (facts.has_expert_plan and facts.stacks):
+    stacks = facts.stacks if isinstance(facts, ModelFacts) else ()
+    if isinstance(facts, ModelFacts) and not (facts.has_expert_plan and stacks):
         lack = "no plan to spread its experts over ranks" if facts.has_experts else "no experts"
         yield f"{key}: {kind} has {lack} - use parallel.expert=1"
     for number in facts.numbers_of_experts:
@@ -174,7 +153,7 @@ def expert_problems(facts: Facts, degree: int, copies: int) -> Iterator[str]:
                 f"{divisors_text(number)} that divides world size / parallel.replicate too"
             )
     # transformers cannot read the empty slices of files that hold stacks.
-    for number, width in facts.stacks if is_built else ():
+    for number, width in stacks:
         experts = number // degree
         leaves_empty = number % degree == 0 and leaves_empty_slices(experts, copies)
         if leaves_empty and width % copies:
@@ -199,8 +178,3 @@ def _stage_problems(facts: Facts, layout: Layout) -> Iterator[str]:
             f"{key}: train.gradient_accumulation_steps={layout.micro_batches} gives a step fewer "
             f"micro-batches than stages, which then never all work - use {stages} or more"
         )
-
-
-def leaves_empty_slices(length: int, shards: int) -> bool:
-    """Return whether FSDP2 leaves some of the shards without a row."""
-    return -(-length // shards) * (shards - 1) >= length

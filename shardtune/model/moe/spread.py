@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
-from shardtune.model.facts.problems import has_new_transformers, leaves_empty_slices
 from shardtune.model.moe.token_exchange import ExpertExchange, SharedExperts
-from shardtune.model.traits import is_factor, is_stack
+from shardtune.model.traits import has_new_transformers, is_factor, is_stack, leaves_empty_slices
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' names

@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardtune.distributed.tensors import SAFETENSORS_NAMES
 from shardtune.errors import UserError
-from shardtune.model.facts.of_config import (
+from shardtune.model.source.quantisation import (
     METHODS,
     QUANTIZATION,
     method_of,
