@@ -118,7 +118,7 @@ def test_what_contradicts_is_refused_by_name(more, problem, model, tmp_path):
 
 def test_a_table_of_tokens_is_refused_as_lines_are(model, tmp_path):
     alone = {"input_ids": ROW["input_ids"]}
-    for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}, {**ROW, "cu_seqlens": [2, 3]}):
+    for more in ({}, {**ROW, "cu_seqlens": [2, 3]}, {"completion_mask": [0, 0, 1, 0, 1]}):
         pq.write_table(pa.Table.from_pylist([alone | more]), tmp_path / "a.parquet")
         (in_table, *_), (in_line, *_) = (
             problems_of(model, data)
