@@ -39,7 +39,7 @@ _TRY_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to learn that no machine has an address of its network
 # A worker gives up when its attempts have met the same obstacle for so long. Node 0 may start
 # later.
-_GIVE_UP_AFTER_S = {"refused": math.inf, "silent": 30.0, "stranger": 10.0}
+_GIVE_UP_AFTER_S = {"refused": math.inf, "itself": 45.0, "silent": 30.0, "stranger": 10.0}
 
 
 async def meet(environment: Environment, code: str) -> Control:
@@ -245,6 +245,8 @@ async def _find_node_0(environment: Environment, control: Control) -> None:
             await say_hello(control, ip, port)
         except NotFound as result:
             kind = result.kind
+            if kind == "refused" and environment.owns_master and environment.interface != "lo":
+                kind = "itself"
             if kind != last_kind:
                 last_kind, kind_since, next_word = kind, now, now
             if now >= next_word:
@@ -272,6 +274,11 @@ def _why_not_found(kind: str, words: str, lasted_s: float, environment: Environm
             f"{words}, seen from {me} - a run that has started (was node 0 started with "
             "NNODES=1?), a node 0 with another MASTER_PORT, a stale process of the last run or "
             "another program holds that port: end it, or set another MASTER_PORT on every node"
+        )
+    if kind == "itself":
+        return (
+            f"MASTER_ADDR {master} is an address of {me} itself and no node 0 listens at port "
+            f"{port} - set MASTER_ADDR to node 0's address, or start node 0 on this machine first"
         )
     if kind == "refused":
         return (

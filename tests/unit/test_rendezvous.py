@@ -208,16 +208,17 @@ async def test_strangers_at_the_master_port_are_let_go(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "words"),
+    ("result", "is_own", "words"),
     [
-        ("stranger", "it answered so, seen from node 1 ("),
-        ("refused", "no node 0 came to 127.0.0.1:{port} within 0 s, 127.0.0.1 refuses"),
-        ("silent", "nothing answers at MASTER_ADDR 127.0.0.1 from node 1 ("),
+        ("stranger", False, "it answered so, seen from node 1 ("),
+        ("refused", True, "MASTER_ADDR 127.0.0.1 is an address of node 1 ("),
+        ("refused", False, "no node 0 came to 127.0.0.1:{port} within 0 s, 127.0.0.1 refuses"),
+        ("silent", False, "nothing answers at MASTER_ADDR 127.0.0.1 from node 1 ("),
     ],
 )
 @in_loop
 async def test_a_worker_says_why_it_does_not_find_node_0(
-    result: str, words: str, monkeypatch: pytest.MonkeyPatch
+    result: str, is_own: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(*_: object) -> None:
         raise NotFound(result, "it answered so")
@@ -226,8 +227,8 @@ async def test_a_worker_says_why_it_does_not_find_node_0(
     limits = dict.fromkeys(rendezvous._GIVE_UP_AFTER_S, 0.0)
     monkeypatch.setattr(rendezvous, "_GIVE_UP_AFTER_S", limits)
     port = a_free_port()
-    worker = node(1, port, owns_master=False)
-    assert words.format(port=port) in await refusal(meet(worker, "c0de"))
+    own = {"interface": "eth0", "owns_master": True} if is_own else {"owns_master": False}
+    assert words.format(port=port) in await refusal(meet(node(1, port, **own), "c0de"))
 
 
 @in_loop
