@@ -228,7 +228,7 @@ class Layout:
                     problems[key] = f"{said} - use {remedy}"
                 divided += [key] if key != "parallel.stages" or parts > 1 else []
         if self.tensor > 1 and self.context > 1:
-            problems["parallel.context"] = (
+            problems["both"] = (
                 f"parallel.tensor={self.tensor} and parallel.context={self.context} both cut "
                 "rows - use one of them"
             )

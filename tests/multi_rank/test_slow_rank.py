@@ -19,7 +19,7 @@ from helpers.small_runs import SETTINGS
 
 from shardtune.distributed.rank_record import Phase
 from shardtune.model.moe.token_exchange import ExpertExchange
-from shardtune.training import optim, prefetch
+from shardtune.training import data_and_schedule, optim
 
 ARGUMENTS = (
     *SETTINGS,
@@ -32,7 +32,7 @@ SLOW_DATA_S = 0.2  # made while the loop trains, so it takes more than a step un
 
 
 SLOWED = {
-    "data": (Phase.DATA, prefetch, "build_batch", SLOW_DATA_S),
+    "data": (Phase.DATA, data_and_schedule, "build_batch", SLOW_DATA_S),
     # Within a layer, between its collectives.
     "layers": (Phase.FORWARD_BACKWARD, torch.nn.functional, "silu", SLOW_S),
     # Between the two exchanges, for the second of which the other ranks wait.
