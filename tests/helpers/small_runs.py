@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ def run_without_room(arguments: list[str]) -> None:
     """On a rank: as if no memory were free."""
     vars(reshard)["_SHARE"] = 0.0
     run_script(arguments)
+
+
+def run_in_graphs(arguments: list[str]) -> None:
+    """On a rank: compiled layers run as they are captured, which spares minutes of a compiler."""
+    capture_alone()
+    run_script(arguments)
+
+
+def capture_alone() -> None:
+    torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

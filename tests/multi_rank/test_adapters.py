@@ -27,7 +27,7 @@ from helpers.plain_lora import (
 )
 from helpers.plain_training import encode, on_uneven_chats, step_losses, uneven_chats
 from helpers.ranks import run_script, train, train_on_nodes
-from helpers.small_runs import checkpoint, digests
+from helpers.small_runs import checkpoint, digests, run_in_graphs
 from helpers.tiny_models import cut_into_files
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -70,8 +70,7 @@ def given(model: Path, folder: Path, mesh: Mesh, *more: str) -> list[str]:
 
 def run(model: Path, folder: Path, mesh: Mesh, *more: str) -> str:
     """Return the output of such a run."""
-    # Compiling takes minutes.
-    done = train(mesh.ranks, *given(model, folder, mesh, *more), cwd=folder, timeout_s=900)
+    done = train(mesh.ranks, *given(model, folder, mesh, *more), cwd=folder, work=run_in_graphs)
     assert "MISSING" not in done.stderr  # as transformers reports tensors that no file has
     return finish(done)
 

@@ -111,9 +111,22 @@ def test_degrees_that_cannot_be_are_refused_with_those_that_can(sharp, tmp_path)
     assert " 4 experts of mixtral - use one of 1, 2, 4 " in line
 
 
+def train_and_count_operations(arguments: list[str]) -> None:
+    before_backward = ReshardPolicy.before_backward
+
+    def counting(*given: Any, **options: Any) -> None:
+        print("Compiled operations:", counters["stats"]["calls_captured"], flush=True)
+        before_backward(*given, **options)
+
+    cast(Any, ReshardPolicy).before_backward = counting
+    run_script(arguments)
+
+
 @pytest.mark.full
 def test_compiled_layers_exchange_tokens(check_exact):
-    check_exact("glm4_moe", [Mesh(2, 2)], [COMPILED, SELECTIVE], timeout_s=900)
+    how = {"work": train_and_count_operations, "timeout_s": 900}
+    (said,) = check_exact("glm4_moe", [Mesh(2, 2)], [COMPILED, SELECTIVE], **how)
+    assert int(re.findall("^Compiled operations: (.+)", said, re.MULTILINE)[-1]) > 50
 
 
 def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:

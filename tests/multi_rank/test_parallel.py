@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.commands import finish, launch, read_metrics
 from helpers.documented import refused
-from helpers.exact import COMPILED, SELECTIVE, STEPS, Mesh
+from helpers.exact import COMPILED, STEPS, Mesh
 from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
@@ -208,26 +207,6 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp, tmp_path):
     given = on_uneven_chats(sharp["llama"], tmp_path, "parallel.replicate=3")
     last = refused(train(2, *given, cwd=tmp_path))
     assert "parallel.replicate=3 does not divide the world size, 2 - " in last
-
-
-@pytest.mark.full
-def test_compiled_layers_are_compiled_and_change_no_number(check_exact):
-    more = [COMPILED, SELECTIVE]
-    work = train_and_count_operations
-    (said,) = check_exact("glm", [Mesh(2)], more, work=work, timeout_s=900)
-    assert int(re.findall("^Compiled operations: (.+)", said, re.MULTILINE)[-1]) > 50
-
-
-def train_and_count_operations(arguments: list[str]) -> None:
-    before_backward = reshard.ReshardPolicy.before_backward
-
-    def counting(*given: Any, **options: Any) -> None:
-        captured = torch._dynamo.utils.counters["stats"]["calls_captured"]
-        print("Compiled operations:", captured, flush=True)
-        before_backward(*given, **options)
-
-    vars(reshard)["ReshardPolicy"].before_backward = counting
-    run_script(arguments)
 
 
 @pytest.mark.full

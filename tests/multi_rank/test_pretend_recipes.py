@@ -1,0 +1,56 @@
+"""The plans of recipes, and of one GPU, are what pretended GPUs allocate for a few layers."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.commands import REPOSITORY
+from helpers.hollow_plans import BASE, CONFIGS, FULL, require_plan
+from helpers.pretended import needs_compiler
+from transformers import AutoConfig
+
+from shardtune.planner.arithmetic.figures import Cause
+from shardtune.planner.simulation.extrapolate import with_layers
+
+pytestmark = [pytest.mark.full, needs_compiler]
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ["lora.rank=16", "train.micro_batch_size=4"],
+        [f"model.{kind}_dtype=bfloat16" for kind in ("master", "reduce")]
+        + ["optimizer.name=adamw8bit"],
+    ],
+)
+def test_one_gpu_holds_its_weights_once(assignments, tmp_path):
+    """With two layers, whose weights are most of what it holds."""
+    model_config = AutoConfig.from_pretrained(CONFIGS / "llama-3-8b")
+    with_layers(model_config, 2).save_pretrained(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    given = [*BASE, "data.max_length=1024", FULL, *assignments]
+    plan = require_plan(tmp_path / "config.yaml", tmp_path, 1, 80, given)
+    for phase, peak in plan.peaks.items():
+        assert peak.by_cause[Cause.GATHERED] < 0.02 * plan.states.parameters, phase
+
+
+def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates(tmp_path):
+    """With 6 layers of 46: the update of all of them takes minutes."""
+    model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
+    with_layers(model_config, 6).save_pretrained(tmp_path)
+    require_plan(REPOSITORY / "config.yaml", tmp_path, 16, 16, BASE)
+
+
+@pytest.mark.parametrize(
+    ("example", "name", "gpus"),
+    [
+        ("long-rows-glm-4.5-air-lora", "glm-4.5-air", 16),
+        ("long-rows-qwen3-30b-a3b", "qwen3-30b-a3b-2507", 8),
+    ],
+)
+def test_the_plan_of_a_recipe_for_long_rows_is_what_a_pretended_gpu_allocates(
+    example, name, gpus, tmp_path
+):
+    """With three layers of each, in rows of 131,072 tokens."""
+    with_layers(AutoConfig.from_pretrained(CONFIGS / name), 3).save_pretrained(tmp_path)
+    given = ["model.init=random", "train.gradient_accumulation_steps=2"]
+    require_plan(REPOSITORY / f"examples/{example}.yaml", tmp_path, gpus, 80, given)
