@@ -119,5 +119,6 @@ def plan_of(options: str, planned: Callable[..., Plan] = make_plan) -> Plan:
     before.append("run.dir=none")  # a real one may have a preflight's rates
     config = load_config(REPOSITORY / given.config, [*before, *given.assignments], {})
     machine = machine_of(given, config)
-    model_config = read_model_config(config.model)
+    without_weights = config.model.model_copy(update={"init": "random"})
+    model_config = read_model_config(without_weights)
     return planned(config, model_config, machine)

@@ -175,7 +175,8 @@ def count(row: Row) -> Row:
     quiet_libraries(is_main=False)
     keys = [f"model.path={CONFIGS / planned['model']}", "run.dir=none", "data.train=unread"]
     config = load_config({}, [*keys, *planned["keys"].split()], {})
-    model_config = read_model_config(config.model)
+    without_weights = config.model.model_copy(update={"init": "random"})
+    model_config = read_model_config(without_weights)
     # No step is cut into tiles where memory has no end.
     machine = Machine(planned["nodes"], planned["gpus_per_node"], math.inf, 1.0, 1.0, 1.0)
     simulations = _Simulations(model_config, imbalance=1.0)  # published routing is balanced

@@ -39,7 +39,7 @@ from shardtune.planner.arithmetic.machine import Machine, collective_bytes, link
 from shardtune.planner.arithmetic.run_length import RunLength, run_length
 from shardtune.planner.command.text import describe, verdict
 from shardtune.planner.make_plan import _Planner, bound_plan, make_plan
-from shardtune.planner.simulation.extrapolate import cuts, extrapolate, with_layers
+from shardtune.planner.simulation.extrapolate import Simulations, cuts, extrapolate, with_layers
 from shardtune.planner.simulation.simulate import Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy
 
@@ -416,5 +416,5 @@ def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike()
     config = configured("parallel.stages=4", "train.gradient_accumulation_steps=4")
     plan = bound_plan(config, DEEP, MACHINE)
     with fake_world(MACHINE.layout(config), MACHINE.ranks_per_node, stage=2) as world:
-        own = _Planner(config, DEEP, MACHINE).stage(world)
+        own = _Planner(config, MACHINE, Simulations(DEEP), is_bound=True).stage(world)
     assert plan.traffic[2] == own.traffic[0] != plan.traffic[1]

@@ -29,6 +29,7 @@ from shardtune.planner.simulation.extrapolate import Simulations
 
 CONFIGS = REPOSITORY / "tests/data/configs"
 WIDE = {
+    "max_position_embeddings": 65536,
     "vocab_size": 1000,
     "hidden_size": 1024,
     "num_hidden_layers": 2,

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from helpers.data_run import log_lines
 from helpers.ranks import world_of
-from shardtune.training.observers.observer import StepEnded
 from torch import distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.config import Config
 from shardtune.log import setup_logging
 from shardtune.model.flops import DevicePeak
-from shardtune.training.observers.metrics import Metrics, StepStats
+from shardtune.training.observers.metrics import Metrics, StepEnded, StepStats
 from shardtune.training.observers.step_log import LossSpikes, StepLog
 from shardtune.training.observers.stragglers import slowest
 

@@ -111,7 +111,8 @@ def read_planned_config(config: Config) -> PreTrainedConfig:
         UserError: it cannot be read, or transformers does not know the model.
     """
     quiet_libraries(is_main=False)
-    return read_model_config(config.model)
+    without_weights = config.model.model_copy(update={"init": "random"})
+    return read_model_config(without_weights)
 
 
 def require_runnable(config: Config, model_config: PreTrainedConfig, say: Say) -> None:
