@@ -33,7 +33,6 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def json_schema() -> str:
-    """Return the JSON schema of a configuration file, with defaults and descriptions."""
     schema = Config.model_json_schema(schema_generator=_WithoutTitles)
     return json.dumps(schema, indent=2) + "\n"
 

@@ -90,7 +90,6 @@ def first_line(error: BaseException) -> str:
 
 
 def missing_directory(path: str) -> str:
-    """Return the first directory of a path that is not there, in words, or an empty text."""
     directories = reversed(Path(path).absolute().parents)
     missing = next((str(d) for d in directories if not os.access(d, os.F_OK)), "")
     return missing and f" (the directory {missing} does not exist)"

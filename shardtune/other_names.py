@@ -57,6 +57,5 @@ and nothing is packed. Losses can be compared with a constant rate in both, and 
 
 
 def markdown() -> str:
-    """Return the table of names as a section of docs/configuration.md."""
     rows = (f"| `{key}` | {names.replace(' ', ', ')} |\n" for key, names in _NAMES.items())
     return _PAGE + "".join(rows)

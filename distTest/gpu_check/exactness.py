@@ -138,7 +138,6 @@ def experts() -> Outcome:
 def _expert_tensors(
     sizes: list[int], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return output and gradients, as the model computes them and by a loop in float64."""
     width, inner = (32, 16) if is_tiny() else (4096, 1408)  # GLM-4.5-Air's
     shape = {"hidden_size": width, "moe_intermediate_size": inner, "n_routed_experts": len(sizes)}
     module = Glm4MoeExperts(AutoConfig.for_model("glm4_moe", **shape))

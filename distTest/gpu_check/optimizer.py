@@ -65,7 +65,6 @@ def _gradient(size: int, step: int) -> torch.Tensor:
 
 
 def _fused(size: int) -> torch.Tensor:
-    """Return a weight after three updates on the GPU."""
     weight = nn.Parameter(_start(size).cuda())
     adamw = torch.optim.AdamW([weight], **_SETTINGS, fused=True)
     for step in range(1, 4):
@@ -90,7 +89,6 @@ def _exact_update(size: int) -> torch.Tensor:
 
 
 def _low_precision(size: int, eight_bit: bool, device: str, compiled: bool = False) -> torch.Tensor:
-    """Return a bfloat16 weight (size / 256, 256) after three updates on a device."""
     weight = nn.Parameter(_start(size).view(-1, 256).bfloat16().to(device))
     adamw = _adamw(weight, eight_bit, compiled)
     for step in range(1, 4):

@@ -85,7 +85,6 @@ def _settings(family: str) -> list[str]:
 
 
 def _resume(settings: list[str]) -> Run:
-    """Return a run on the GPU that stops in the middle and resumes."""
     more = ["model.compute_dtype=bfloat16", "export.final=false"]
     train("resumed", *settings, *more, f"train.max_steps={_STOP}", saves=True)
     return train("resumed", *settings, *more, saves=True)

@@ -43,7 +43,6 @@ class Node:
         return _ip("-n", self.name, *arguments)
 
     def limit(self, bits_per_s: int) -> None:
-        """Limit the rate at which the node sends, in frames of 9000 bytes; 0: no limit."""
         for owner, end in ((self.name, self.interface), (self.bridge, self.wire)):
             _ip("-n", owner, "link", "set", end, "mtu", str(_MTU))
         if bits_per_s:

@@ -26,7 +26,6 @@ class CheckFailed(Exception):
 
 @contextlib.contextmanager
 def launched(commands: Sequence[list[str]], folder: Path) -> Iterator[NodeProcesses]:
-    """Run a command for each node, its output in `folder/node<k>.log`; kill all at the end."""
     try:
         yield NodeProcesses(commands, folder)
     finally:
@@ -76,7 +75,6 @@ class NodeProcesses:
         return re.findall(pattern, self.outputs[node], re.MULTILINE)
 
     def exit_codes(self) -> list[int]:
-        """Return the exit codes of all nodes once all have ended; until then none."""
         codes = [process.poll() for process in self._processes]
         return [code for code in codes if code is not None] if None not in codes else []
 

@@ -44,7 +44,6 @@ def offline(**more: str) -> dict[str, str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a run that needs no network: one thread for each process."""
     return offline(OMP_NUM_THREADS="1", **more)
 
 
@@ -57,7 +56,6 @@ def output_of(*command: Any) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this tree, with `-dirty` if its code has changed since."""
     git = ("git", "-C", REPOSITORY)
     changed = output_of(*git, "status", "--porcelain", "-uno", "--", *_SOURCES)
     return output_of(*git, "describe", "--always") + ("-dirty" if changed else "")

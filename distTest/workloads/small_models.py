@@ -87,7 +87,6 @@ def token_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 def save_untrained(
     folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> Path:
-    """Write configuration and tokenizer: a run draws the weights."""
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -100,7 +99,6 @@ def build(model_type: str, settings: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def write_model(family: str, folder: Path) -> int:
-    """Write configuration, weights and tokenizer; return the number of weights."""
     tokenizer = make_tokenizer()
     model_type, shape = FAMILIES[family]
     torch.manual_seed(0)

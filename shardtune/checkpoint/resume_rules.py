@@ -44,7 +44,6 @@ def changes_since(resumed: Checkpoint, config: Config, world: World) -> list[tup
 
 
 def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
-    """Log each setting that has changed since the checkpoint, and warn of another batch."""
     for key, old, new in changes_since(resumed, config, world):
         logger.info(
             f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"

@@ -99,7 +99,6 @@ class Agent:
         self._signalled: str | None = None
 
     async def launch(self) -> Failure:
-        """Return how the launch ends; code 0 is a success."""
         work = asyncio.get_running_loop().create_task(self._prepare_and_run())
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, work)

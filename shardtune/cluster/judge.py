@@ -73,7 +73,6 @@ class Judge:
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
-        """Forget the ranks of the attempt before."""
         self.attempt = attempt
         self._statuses: dict[int, list[RankStatus]] = {}  # the last ones of each node
         self._finished: set[int] = set()

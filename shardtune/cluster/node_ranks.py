@@ -110,7 +110,6 @@ class NodeRanks(threading.Thread):
         self.exit_codes = self._agent.exit_codes
 
     def run(self) -> None:
-        """Start the processes and return when all have ended."""
         try:
             self._agent.run()
         except Exception as error:
@@ -134,7 +133,6 @@ class NodeRanks(threading.Thread):
                     os.kill(pid, number)
 
     def end(self, by_themselves_s: float, killed_s: float) -> None:
-        """Wait until all ranks have ended; kill those that have not by then."""
         kill_at = time.monotonic() + by_themselves_s
         while self.is_alive() and time.monotonic() < kill_at + killed_s:
             self._agent.note_ends()

@@ -37,7 +37,6 @@ class Exchange:
         return arrive
 
     def there_and_back(self, sent: Sequence[int], received: Sequence[int]) -> tuple[_Map, _Map]:
-        """Return a function that exchanges rows, and its transpose, which brings them back."""
         return partial(self._run, sent, received), partial(self._run, received, sent)
 
     def _run(

@@ -80,5 +80,4 @@ def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Undo `pinned_zeros`; no GPU uses the memory any more."""
     _pin_memory_utils.unpin_memory(memory.data_ptr())

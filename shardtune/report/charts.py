@@ -87,7 +87,6 @@ def _chart(
     note: str,
     curves_of: _CurvesOf,
 ) -> Chart:
-    """Chart the curves of each run: those of one run in colours, of several runs in dashes."""
     curves = []
     for number, run in enumerate(runs):
         for i, (what, (x, y)) in enumerate(curves_of(run).items()):

@@ -99,7 +99,6 @@ class Export(ABC):
     def write_files(
         self, out: Path, read: Callable[[str], torch.Tensor], share: slice = slice(None)
     ) -> Entries:
-        """Write a share of the files from the stored tensors that `read` returns."""
         entries = {}
         for file_name, units in list(self._files.items())[share]:
             layout = {name: kind for unit in units for name, kind in unit.exported.items()}

@@ -53,7 +53,6 @@ class ExpertBalance(StepObserver):
         return torch.cat([empty, *layers])
 
     def step_ended(self, ended: StepEnded) -> None:
-        """Report a step that is due, and experts that have had no tokens for long."""
         if not self._counts:
             return
         layers, tokens = [], ended.stats.expert_tokens

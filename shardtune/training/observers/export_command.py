@@ -215,7 +215,6 @@ class StepExport(StepObserver):
         self._command.poll()
 
     def write(self, step: int) -> None:
-        """Write the model of a step, and start the command for it."""
         if not self._models:
             return
         if model := self._models.write(step):

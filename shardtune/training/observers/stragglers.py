@@ -84,21 +84,17 @@ def slowest(seconds: Sequence[Sequence[float]], stage_ranks: int) -> tuple[int, 
 
     `seconds`: [rank][phase].
     """
-    # Stages do different work, so that a rank is compared with the ranks of its own stage.
-    per_stage = (
-        (first, *_slowest(seconds[first : first + stage_ranks]))
-        for first in range(0, len(seconds), stage_ranks)
-    )
-    first, rank, ratio, phase = max(per_stage, key=itemgetter(2))
-    return first + rank, ratio, phase
-
-
-def _slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
-    """Return `slowest` of one stage, with the rank's place in the stage."""
-    # The blamed phase is that in which the rank is furthest above the phase's median. Of two middle
+    # Stages do different work, so that a rank is compared with the ranks of its own stage. The
+    # blamed phase is that in which the rank is furthest above the phase's median. Of two middle
     # values the median is the lower one: in a pair, the faster rank is the measure.
-    totals = [sum(phases) for phases in seconds]
-    rank = max(range(len(totals)), key=totals.__getitem__)
-    medians = [median_low(ranks) for ranks in zip(*seconds, strict=True)]
-    phase = max(range(len(medians)), key=lambda number: seconds[rank][number] - medians[number])
-    return rank, totals[rank] / max(median_low(totals), 1e-9), phase
+    found = []
+    for first in range(0, len(seconds), stage_ranks):
+        own = seconds[first : first + stage_ranks]
+        totals = [sum(phases) for phases in own]
+        rank = max(range(len(totals)), key=totals.__getitem__)
+        above = [
+            of_rank - median_low(ranks) for of_rank, *ranks in zip(own[rank], *own, strict=True)
+        ]
+        ratio = totals[rank] / max(median_low(totals), 1e-9)
+        found.append((first + rank, ratio, above.index(max(above))))
+    return max(found, key=itemgetter(1))
