@@ -14,6 +14,8 @@ from torch._inductor.utils import run_and_get_code
 from shardtune.data.batch import Batch
 from shardtune.model import loss as loss_module
 from shardtune.model.loss import LossHead
+from shardtune.planner.arithmetic.roofline import launched
+from shardtune.planner.simulation.tracker import Tracker
 
 
 def a_head(
@@ -139,3 +141,16 @@ def test_the_compiled_loss_is_the_eager_one_without_a_matrix_of_float32(dtype):
             torch.testing.assert_close(mine, expected, rtol=spacing, atol=1e-6)
     loss, left = run(compiled, rows, False)
     assert torch.equal(left, logits) and torch.equal(loss, found[0])
+
+
+@pytest.mark.parametrize(("wants_gradients", "kernels", "passes"), [(True, 3, 4), (False, 2, 2)])
+def test_a_plans_loss_moves_the_logits_as_often_as_the_compiled_one(
+    wants_gradients, kernels, passes
+):
+    """A GPU's two sums read them each, and gradients take their place."""
+    tracker, logits = Tracker(), torch.zeros(64, 5000, dtype=torch.bfloat16)
+    with tracker.following():
+        loss_module._planned_add_loss(None, logits, None, wants_gradients, None)
+    moved = sum(n * kernel.n_bytes for kernel, n in tracker.kernels.items())
+    assert launched(tracker.kernels) == kernels
+    assert moved == pytest.approx(passes * logits.nbytes, rel=0.01)
