@@ -113,8 +113,8 @@ def _read_trainable(config: Config, world: World) -> PretrainedConfig:
     model_config = read_model_config(config.model)
     facts = read_facts(config, model_config, world)
     all_of(
-        lambda: require_weights(config.model),
         lambda: require_trainable(facts, config, model_config, world),
+        lambda: require_weights(config.model),
     )
     return model_config
 

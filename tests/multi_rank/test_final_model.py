@@ -100,6 +100,8 @@ def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(folder, 
     """Whoever linked might have meant a secret of whoever publishes the model."""
     (folder / "own.jinja").write_text(TEMPLATE.replace("T", "t") + " ", encoding="utf-8")
     source = Path(shutil.copytree(models["llama"], folder / "source"))
+    (folder / "secret").write_text("a secret", encoding="utf-8")
+    (source / "tokenizer_notes.txt").symlink_to(folder / "secret")
     (source / "vocab.txt").symlink_to(source / "tokenizer.json")
     out = folder / "runs/config/model"
     (source / "README.md").write_text("---\nlicense: mit\n---\nOf other weights", encoding="utf-8")

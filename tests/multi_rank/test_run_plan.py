@@ -69,7 +69,7 @@ def test_a_run_with_a_slow_mesh_names_the_fastest_once(models, tmp_path):
     said = finish(train(2, *arguments, cwd=tmp_path))
     (line,) = re.findall(r"^Mesh: .*", said, re.M)
     mesh = r"parallel\.stages=2 train\.gradient_accumulation_steps=4"
-    command = rf"shardtune train --processes=2 --config=config\.yaml .*{mesh} "
+    command = rf"shardtune train --processes=2 --config config\.yaml .*{mesh} "
     assert re.match(rf"Mesh: .* (\S+) s, .* and (\S+) s with {command}", line), line
     check(said, tmp_path / "run", "bound from shapes", steps=3)
     write_measured(tmp_path / "other", [2], "NVIDIA L4", figures)

@@ -25,7 +25,7 @@ MODELS = {
 }
 BASE = ["data.train=none", "data.max_length=64", "model.compute_dtype=bfloat16"]
 FULL = "model.activation_checkpointing=full"
-NO_ROOM = 1e-6  # GB, in which nothing stays gathered
+NO_ROOM = "[0, false, false]"  # nothing stays gathered
 
 
 def order(
@@ -33,7 +33,6 @@ def order(
     family: str,
     *assignments: str,
     layers: int = 4,
-    gb: float = NO_ROOM,
     stage: int = 0,
 ) -> list[str]:
     """Return a line for each pass, of gathers, attention, exchanges of sizes, waits, reductions."""
@@ -41,7 +40,9 @@ def order(
     AutoConfig.for_model(family, **settings).save_pretrained(tmp_path / family)
     (tmp_path / "config.yaml").touch()
     given = [*BASE, *assignments]
-    lines = trace_of(tmp_path / "config.yaml", tmp_path / family, *given, gb=gb, stage=stage)
+    lines = trace_of(
+        tmp_path / "config.yaml", tmp_path / family, *given, planned=NO_ROOM, stage=stage
+    )
     return [" ".join(event for event in line.split() if event not in "Xg") for line in lines]
 
 

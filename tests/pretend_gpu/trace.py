@@ -99,14 +99,13 @@ def traced(options: argparse.Namespace) -> list[str]:
 
 
 def trace_of(
-    config: Path,
-    model: Path,
-    *assignments: str,
-    gb: float = 80.0,
-    stage: int = 0,
+    config: Path, model: Path, *assignments: str, planned: str, stage: int = 0
 ) -> list[str]:
-    """Return what `traced` does, of a stage's first rank on 2 x 8 GPUs, in a process of its own."""
-    options = [f"--config={config}", f"--model={model}", f"--gpu-memory={gb}", f"--stage={stage}"]
+    """Return what `traced` does, of a stage's first rank on 2 x 8 GPUs, in a process of its own.
+
+    `planned`: the fields of the plan's policy, as JSON.
+    """
+    options = [f"--config={config}", f"--model={model}", f"--planned={planned}", f"--stage={stage}"]
     return hollow.in_process("tests.pretend_gpu.trace", *options, *assignments, timeout_s=300)
 
 
