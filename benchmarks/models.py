@@ -193,7 +193,7 @@ def _trained_row(kind: str, model: PreTrainedModel, folder: Path) -> Row:
         for where, off in of_run:
             offs.setdefault(where, []).append(off)
     attention = re.search("Attention: (.*)", (folder / "run-0.log").read_text("utf-8"))
-    text = attention[1] if attention else ""
+    text = attention[1].removesuffix("; rows have no padding") if attention else ""
     rows = next((name for words, name in _ROWS.items() if words in text), "under a mask")
     said = {"rows": text.rpartition(" (")[2].removesuffix(")")} if rows != "flat" else {}
     said |= {name: cause for name, cause in causes.items() if cause}

@@ -40,22 +40,13 @@ def said(output: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_gpu_without_triton_runs_eager_and_says_so_once_as_does_a_resume_that_compiles(
-    tmp_path, models
-):
+def test_a_gpu_without_triton_runs_eager_and_says_so_once(tmp_path, models):
     folder = write_inputs(tmp_path, models["llama"])
     given = [*RUN, "optimizer.name=adamw8bit", "model.compile=false", "data.eval=train.jsonl"]
-    first = [*given, "train.max_steps=1"]
-    done = on_gpus(1, train_script, first, cwd=folder)
+    done = on_gpus(1, train_script, [*given, "train.max_steps=1"], cwd=folder)
     assert done.returncode == 0, done.stderr
     output = done.stdout
     assert said(output) == ["nothing is compiled for this GPU (Triton is not installed)"]
-    assert "Changed" not in output
-    done = on_gpus(1, train_compiled, "eager", given, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = re.findall("^Changed since checkpoint_0000001: the .+", done.stdout, re.MULTILINE)
-    for name in ("the loss", "the update of the weights"):
-        assert f"{name} was eager, is compiled" in line
 
 
 def test_experts_that_are_not_spread_gather_both_ways_on_a_gpu(tmp_path, models):
