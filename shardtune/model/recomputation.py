@@ -84,7 +84,14 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def keep_choices(contexts: Callable[[], _Contexts] = noop_context_fn) -> _Contexts:
-    """Return `contexts` of a checkpointed forward and its repetition that keep choices, too."""
+    """Return `contexts` of a checkpointed forward and its repetition that keep choices, too.
+
+    The second forward of a layer may round otherwise than the first, and a tie then goes to another
+    expert: ranks that exchange tokens would wait for tokens that never come, or receive more than
+    they expect. So in the second forward the operators of routers return what they returned in the
+    first. A compiled layer still calls `topk` as an operator, but not `max` (PhiMoE's): there a tie
+    may end the run.
+    """
     # Both share one list: the repetition takes the choices in the order in which the forward made
     # them.
     kept: list[tuple[torch.Tensor, ...]] = []

@@ -235,8 +235,8 @@ def numbers(run_dir: Path) -> tuple[list[float], list[float], list[float]]:
 @pytest.mark.full
 @pytest.mark.parametrize("case", LIKE_TWO_RANKS)
 def test_a_mesh_takes_the_steps_of_two_ranks(case, sharp, tmp_path):
-    """With what a plain loop does not have. Rounding of the sums over ranks may send a moment or a
-    weight to the next value."""
+    """A plain loop has no drawing, saving or export. Rounding of the sums over ranks may send a
+    moment or a weight to the next value."""
     family, mesh, micro_batches, more = LIKE_TWO_RANKS[case]
     rows = "train.gradient_accumulation_steps="
     model, alone = sharp[family], f"{rows}{micro_batches * mesh.data_ranks // 2}"

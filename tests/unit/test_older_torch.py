@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from importlib import import_module
 from typing import Any
 
 import grimp
@@ -17,7 +18,6 @@ from conftest import REPOSITORY
 from helpers.commands import completed, finish
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import shardtune.model.older_transformers  # noqa: F401, it is what is tested
 from shardtune.distributed import older_torch
 
 _ADAPTED = (
@@ -83,7 +83,8 @@ def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(mon
 
 
 def test_hooks_of_a_checkpointed_layer_run_once_and_its_forward_twice():
-    """FSDP2 gathers and frees weights in such hooks."""
+    """FSDP2 gathers and frees weights in such hooks. Older versions need the adaptation for it."""
+    import_module("shardtune.model.older_transformers")
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", **shape, vocab_size=32, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_config(config).train()

@@ -92,7 +92,12 @@ def dense_attention(model: PreTrainedModel, longest: int) -> DenseAttention | No
 
 
 class DenseAttention:
-    """Lets a model attend to all keys, until it is removed."""
+    """Lets a model attend to all keys, until it is removed.
+
+    An indexer of DeepSeek's sparse attention (arXiv 2512.02556) scores every key for every query
+    and leaves the best `index_topk` to attention. It has no gradient. If no document has more
+    tokens, all keys are left, so that a flat row needs neither scores nor a mask.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._indexers = indexers(model)

@@ -39,7 +39,7 @@ class Simulations:
         self._facts: dict[str, ModelFacts] = {}  # by the adapters
 
     def facts(self, config: Config, world: World) -> ModelFacts:
-        """Return the facts of the model with its adapters, which are read once."""
+        """Read the facts of the model with its adapters, once."""
         adapters = config.lora.model_dump_json()
         if adapters not in self._facts:
             self._facts[adapters] = read_facts(config, self.model_config, world)
