@@ -55,7 +55,7 @@ def main() -> None:
     world = join_world(config)
     start_logging(config, world)
     run = open_run(config, world)  # its directory, and the checkpoint that it resumes from
-    model_config, assets = read_model_files(run)
+    model_config, facts, assets = read_model_files(run)
     plan = RunPlan(run, model_config)
     data = read_data(run, model_config)
     schedule = make_schedule(run, data)
@@ -74,7 +74,7 @@ def main() -> None:
         else:
             prediction = plan.require_fit()
             context = build_train_context(
-                run, model_config, data, assets, schedule, prediction, plan.device_peak
+                run, model_config, facts, data, assets, schedule, prediction, plan.device_peak
             )
             ending.enter_context(context.metrics)  # closes its files and trackers
             ending.enter_context(context.command)  # waits for export.command, or ends it

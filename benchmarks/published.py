@@ -32,9 +32,8 @@ from shardtune.model import recomputation
 from shardtune.model.source.files import read_model_config
 from shardtune.planner import make_plan
 from shardtune.planner.arithmetic.figures import Kernel, Kind
-from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.arithmetic.roofline import Gpu, seconds, with_gathers
-from shardtune.planner.arithmetic.roofline import gpu_of as rates_of
+from shardtune.planner.arithmetic.machine import Gpu, Machine, seconds, with_gathers
+from shardtune.planner.arithmetic.machine import gpu_of as rates_of
 from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.training import pipeline
 from shardtune.training.states.reshard import ReshardPolicy

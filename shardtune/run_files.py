@@ -1,8 +1,9 @@
-"""The names of a run's own files in run.dir, for the run and for the tools that look at it."""
+"""Where a run's own files are: their names in run.dir, and the user's cache."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import struct
 from pathlib import Path
 
@@ -10,6 +11,11 @@ VERSION = "0.1.0"  # the version of the program that writes the files
 LOCK = ".lock"  # exists from the first start on, also after the run
 METRICS = "metrics.jsonl"
 _FLOCK = "hhqqi"  # Linux's struct flock: l_type, l_whence, l_start, l_len, l_pid
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of `$SHARDTUNE_CACHE`, by default of `~/.cache/shardtune`."""
+    return Path(os.environ.get("SHARDTUNE_CACHE") or "~/.cache/shardtune").expanduser() / name
 
 
 def is_locked(run_dir: Path) -> bool | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from shardtune.model.traits import is_factor
+from shardtune.model.parts import is_factor
 
 MODEL, RANDOM = "model.", "random."
 

@@ -20,13 +20,14 @@ import xxhash
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.sources import Source
+from shardtune.run_files import cache_folder
 
 _DIGESTS = "digests.xxh128"  # in the form that `xxhsum -c` reads
 
 
 def cache_root() -> Path:
     """Return `$SHARDTUNE_CACHE/data`, by default `~/.cache/shardtune/data`."""
-    return Path(os.environ.get("SHARDTUNE_CACHE") or "~/.cache/shardtune").expanduser() / "data"
+    return cache_folder("data")
 
 
 def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: ChatEncoder) -> str:

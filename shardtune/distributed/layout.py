@@ -283,3 +283,8 @@ def _is_split(nodes_of_ranks: Sequence[int], stages: int) -> bool:
 def _crosses_nodes(nodes_of_ranks: Sequence[int], size: int) -> bool:
     firsts = range(0, len(nodes_of_ranks), size)
     return any(len(set(nodes_of_ranks[first : first + size])) > 1 for first in firsts)
+
+
+def leaves_empty_slices(length: int, shards: int) -> bool:
+    """Return whether FSDP2 leaves some of the shards without a row."""
+    return -(-length // shards) * (shards - 1) >= length

@@ -24,48 +24,48 @@ from shardtune.errors import UserError, first_line
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import problems
-from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
 from shardtune.model.lora import add_adapters, draw_factors
 from shardtune.model.moe.grouped_experts import gather_both_ways
-from shardtune.model.recomputation import prepare_for_training
+from shardtune.model.recomputation import (
+    Copies,
+    PinnedCopies,
+    keep_inputs_on_host,
+    prepare_for_training,
+)
 from shardtune.model.sharding import require_whole_blocks, shard
 from shardtune.model.source.load_weights import load_sharded
 from shardtune.model.source.masters import draw_weights, rounded_when_read
 from shardtune.model.source.text_model import build_text_model
-from shardtune.model.stages import keep_stage, layers_of_stages
+from shardtune.model.stages import divided, keep_stage, layers_in
 from shardtune.optimizers.rules import find_rule
 
 
-def read_facts(config: Config, model_config: PreTrainedConfig, world: World) -> ModelFacts:
+def read_facts(config: Config, model_config: PreTrainedConfig, layout: Layout) -> ModelFacts:
     """Read what the whole model is, with its adapters; its config.json is enough.
 
     Raises:
         UserError: an attention implementation is missing.
     """
-    model, _ = _sharding(config, model_config, world)
-    refusals: list[str] = []
-    if world.layout.is_lora:
-        try:
-            add_adapters(model, config.lora)
-        except UserError as error:
-            refusals = error.problems
-    return facts_of_model(model, config.model.path, tuple(refusals))
+    model = _on_meta(model_config, layout)
+    return facts_of_model(model, config.model.path, config.lora if layout.is_lora else None)
 
 
 def require_trainable(
-    facts: ModelFacts, config: Config, model_config: PreTrainedConfig, world: World
+    config: Config, model_config: PreTrainedConfig, facts: ModelFacts, world: World
 ) -> None:
     """Check that a model can be trained as configured. Raises UserError: every reason at once."""
     layout, found = world.layout, [*problems(facts, world.layout)]
     if not found and find_rule(layout.optimizer, layout.master_dtype).has_blocks:
-        require_whole_blocks(build_on_meta(config, model_config, world), layout.optimizer)
+        require_whole_blocks(build_on_meta(config, model_config, facts, world), layout.optimizer)
     if found:
         raise UserError(*found)
 
 
-def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
+def build_model(
+    config: Config, model_config: PreTrainedConfig, facts: ModelFacts, world: World
+) -> PreTrainedModel:
     """Build the sharded model, in training mode. Raises UserError if its files lack tensors."""
-    skeleton, distribute = _sharding(config, model_config, world)
+    skeleton, distribute = _sharding(config, model_config, facts, world)
     stored, master = DTYPES[world.layout.device_dtype], skeleton.dtype
     if config.model.init == "random":
         model = skeleton
@@ -90,27 +90,37 @@ def run_as_on_gpus(model: PreTrainedModel, layout: Layout, copies: Callable[[], 
 
 
 def build_on_meta(
-    config: Config, model_config: PreTrainedConfig, world: World, layers: range | None = None
+    config: Config,
+    model_config: PreTrainedConfig,
+    facts: ModelFacts,
+    world: World,
+    layers: range | None = None,
 ) -> PreTrainedModel:
     """Build the model as `build_model` does, but without storage.
 
-    `layers`: the layers of this stage; by default `layers_of_stages` chooses them.
+    `layers`: the layers of this stage; by default `divided` chooses them.
     """
-    model, distribute = _sharding(config, model_config, world, layers)
+    model, distribute = _sharding(config, model_config, facts, world, layers)
     distribute(model, DTYPES[world.layout.device_dtype])
     return prepare_for_training(model, world.layout)
 
 
-def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
+def whole_on_meta(
+    config: Config, model_config: PreTrainedConfig, layout: Layout
+) -> PreTrainedModel:
     """Build the model of all stages, neither sharded nor with storage, with its adapters."""
-    model, _ = _sharding(config, model_config, world)
-    if world.layout.is_lora:
+    model = _on_meta(model_config, layout)
+    if layout.is_lora:
         add_adapters(model, config.lora)
     return model
 
 
 def _sharding(
-    config: Config, model_config: PreTrainedConfig, world: World, layers: range | None = None
+    config: Config,
+    model_config: PreTrainedConfig,
+    facts: ModelFacts,
+    world: World,
+    layers: range | None = None,
 ) -> tuple[PreTrainedModel, Callable[..., None]]:
     """Return the model on meta, and the function that shards it.
 
@@ -118,7 +128,6 @@ def _sharding(
     """
     layout = world.layout
     compute, dtype = DTYPES[layout.compute_dtype], DTYPES[layout.weights_dtype]
-    skeleton = _on_meta(model_config, layout.attention, dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[layout.reduce_dtype])
 
     def adapt_and_shard(model: PreTrainedModel, stored: torch.dtype = dtype) -> None:
@@ -131,18 +140,20 @@ def _sharding(
         if layout.is_lora:
             add_adapters(model, config.lora)
         if layout.stages > 1:
-            kept = layers or layers_of_stages(model, layout.stages)[world.stage]
-            keep_stage(model, kept, world.stage == 0, world.is_last_stage, compute)
-        shard(model, world, policy)
+            kept = layers or divided(facts.costs, layout.stages)[world.stage]
+            place = world.stage == 0, world.is_last_stage
+            keep_stage(model, facts.layer_list, kept, *place, compute)
+        shard(model, layers_in(model, facts.layer_names), facts.cut, world, policy)
 
-    return skeleton, adapt_and_shard
+    return _on_meta(model_config, layout), adapt_and_shard
 
 
-def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+def _on_meta(model_config: PreTrainedConfig, layout: Layout) -> PreTrainedModel:
     """Build the architecture without storage. `auto` is sdpa, or eager where there is no sdpa."""
     # A copy, because building changes it, and the export writes it as the source's.
-    model_config = copy.deepcopy(model_config)
+    model_config, attention = copy.deepcopy(model_config), layout.attention
     implementation = None if attention == "auto" else attention
+    dtype = DTYPES[layout.weights_dtype]
     try:
         with torch.device("meta"):
             return build_text_model(model_config, attn_implementation=implementation, dtype=dtype)

@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch._functorch.config as functorch_config
-from transformers import PreTrainedModel
+from torch import nn
 
 from shardtune.distributed import compiling
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger, node_logger
-from shardtune.model.traits import decoder_layers, is_stack
+from shardtune.model.parts import is_stack
 
 
-def compile_layers(model: PreTrainedModel, setting: bool | str, world: World) -> None:
+def compile_layers(layers: list[nn.Module], setting: bool | str, world: World) -> None:
     """Compile the forward of each layer by `setting`, the value of model.compile. Collective.
 
     If a layer cannot be compiled, its first call raises RunFailed with `true`; with `auto` the log
@@ -36,7 +36,7 @@ def compile_layers(model: PreTrainedModel, setting: bool | str, world: World) ->
     is_selective = world.layout.checkpointing == "selective"
     functorch_config.aggressive_recomputation = is_selective
     failed = list[str]()
-    for layer in decoder_layers(model):
+    for layer in layers:
         keeps_products = is_selective and not any(map(is_stack, layer.parameters()))
         layer.forward = _compiled_forward(layer, keeps_products, is_required, failed)
 

@@ -28,20 +28,9 @@ from shardtune.data.schedule import Cost
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.documents.attention_layers import keeps_states_only
-from shardtune.model.documents.state_layers import recurrence_flops, state_mixers
-from shardtune.model.traits import (
-    EXPERTS,
-    TOP_K,
-    decoder_layers,
-    heads,
-    is_in_list,
-    is_stack,
-    layer_types,
-    met_numel,
-    number,
-    top_k,
-)
+from shardtune.model.documents.one_by_one import keeps_states_only, recurrence_flops, state_mixers
+from shardtune.model.parts import is_in_list, is_stack, met_numel
+from shardtune.model.traits import EXPERTS, TOP_K, heads, layer_types, number, top_k
 
 # The setting with the span of each layer type. Other types have no pairs, or the data decides.
 _SPANS = {
@@ -149,7 +138,9 @@ def cost_of(model: PreTrainedModel) -> Cost:
     return Cost(2 * body_size, 2 * head_size, number(config, "num_hidden_layers") * per_pair)
 
 
-def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
+def stage_costs(
+    model: PreTrainedModel, decoder_layers: list[nn.Module]
+) -> tuple[float, list[float], float]:
     """Return the costs of the embedding, of each decoder layer and of the head of a whole model."""
     # The cost of a part is its share of the model's FLOPs plus its share of the weights: a stage
     # needs time for FLOPs, and memory for weights.
@@ -163,7 +154,7 @@ def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
     costs = np.array(
         [
             flops_and_weights(model.get_input_embeddings(), is_looked_up=True),
-            *map(flops_and_weights, decoder_layers(model)),
+            *map(flops_and_weights, decoder_layers),
             flops_and_weights(model.get_output_embeddings()),
         ],
         float,
@@ -248,15 +239,14 @@ def device_peak(dtype: torch.dtype, world: World) -> DevicePeak:
 class MfuMeter:
     """The MFU of a run's steps: model FLOPs per second over the peak of all its devices."""
 
-    def __init__(self, model: PreTrainedModel, device_peak: DevicePeak, ranks: int) -> None:
+    def __init__(
+        self, flops: ModelFlops | None, uncounted: str, device_peak: DevicePeak, ranks: int
+    ) -> None:
         """Log the peak that the MFU is relative to, or why there is none."""
-        self._flops, self._peak = None, (device_peak.flops_per_s or 0.0) * ranks
-        try:
-            self._flops = count_flops(model)
-        except NotCounted as reason:
-            logger.info(f"MFU is left out: {reason}")
-            return
-        if self._peak:
+        self._flops, self._peak = flops, (device_peak.flops_per_s or 0.0) * ranks
+        if not flops:
+            logger.info(f"MFU is left out: {uncounted}")
+        elif self._peak:
             logger.info(f"MFU counts model FLOPs against {device_peak} x {ranks} (ranks)")
         else:
             logger.info(f"MFU is left out: {device_peak}")

@@ -34,7 +34,7 @@ from shardtune.model.moe.grouped_experts import (
     stack_product,
     trait,
 )
-from shardtune.model.traits import FACTORS, decoder_layers, is_factor, is_in_list, is_stack
+from shardtune.model.parts import FACTORS, decoder_layers, is_factor, is_in_list, is_stack
 
 _GROUPS = ("attention", "experts")  # the names that `lora.targets` may have
 _ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import gcd
@@ -18,13 +18,18 @@ from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.fsdp_groups import gather_ahead, groups_of
-from shardtune.model.moe.spread import is_cut, is_spread, shard_placement, spread_experts
+from shardtune.model.moe.spread import is_cut, is_whole_stack, shard_placement, spread_experts
 from shardtune.model.tensor_parallel import cut_layers
-from shardtune.model.traits import decoder_layers, is_stack
 from shardtune.optimizers.rounding import SCALE_BLOCK
 
 
-def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
+def shard(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    cut: Iterable[tuple[str, tuple[int, int], int]],
+    world: World,
+    policy: MixedPrecisionPolicy,
+) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
 
     Spread experts are a group of their own. A weight that needs no copy is in no group.
@@ -35,8 +40,8 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     # FSDP2 works within a replica. `OwnedParameters` exchanges gradients between replicas.
     mesh = world.mesh["shard"]
     placement: Any = partial(shard_placement, shards=mesh.size())
-    if world.meshes.tensor_mesh:
-        placement = cut_layers(model, world.meshes.tensor_mesh, placement, world.progress)
+    if tensor_mesh := world.meshes.tensor_mesh:
+        placement = cut_layers(model, cut, tensor_mesh, placement, world.progress)
     fully = partial(
         fully_shard,
         mesh=mesh,
@@ -44,7 +49,6 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         shard_placement_fn=placement,
         ignored_params={p for p in model.parameters() if _needs_no_copy(p, world, policy)},
     )
-    layers = decoder_layers(model)
     for layer in reversed(layers):  # a layer within another one comes first
         fully(layer)
         always_give_gradients(layer)
@@ -122,8 +126,7 @@ def always_give_gradients(layer: nn.Module) -> None:
 
     def sometimes_unused() -> Iterator[nn.Parameter]:
         for name, parameter in layer.named_parameters():
-            is_whole_stack = is_stack(parameter) and not is_spread(parameter)
-            if is_whole_stack or (".compressor." in name and ".indexer." not in name):
+            if is_whole_stack(parameter) or (".compressor." in name and ".indexer." not in name):
                 yield parameter
 
     def fill(_: torch.Tensor) -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from shardtune.model.flops import stage_costs
-from shardtune.model.traits import decoder_layers
 
 
 class PassThrough(nn.Module):
@@ -92,11 +89,6 @@ def divide_layers(costs: Sequence[float], stages: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(cuts)]
 
 
-def layers_of_stages(model: PreTrainedModel, stages: int) -> list[range]:
-    """Return the numbers of the layers of each stage, divided by FLOPs and memory alike."""
-    return divided(stage_costs(model), stages)
-
-
 def divided(costs: tuple[float, Sequence[float], float], stages: int) -> list[range]:
     """Divide layers into stages by the costs of the embedding, of the layers and of the head."""
     first, layers, last = costs
@@ -110,15 +102,24 @@ def divided(costs: tuple[float, Sequence[float], float], stages: int) -> list[ra
 
 
 def keep_stage(
-    model: PreTrainedModel, kept: range, is_first: bool, is_last: bool, dtype: torch.dtype
+    model: PreTrainedModel,
+    layer_list: str,
+    kept: range,
+    is_first: bool,
+    is_last: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """Replace all layers of a model but `kept`. `dtype`: that of hidden states."""
+    """Replace all layers of a model but `kept`.
+
+    `layer_list`: the name of the list of its layers. `dtype`: that of hidden states.
+    """
     # A weight that embedding and head share stays in the first stage and in the last one, which sum
     # its gradients (`Stage.finish`).
     is_tied = bool(model.all_tied_weights_keys)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    layers, caller = cast(Any, list_of_layers(model))  # not None: a refusal has looked
+    layers: Any = model.get_submodule(layer_list)
+    caller: Any = model.get_submodule(layer_list.rpartition(".")[0])
     for number in set(range(len(layers))) - set(kept):
         layers[number] = PassThrough(layers[number])
     if not is_last:
@@ -147,11 +148,8 @@ def keep_stage(
         model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
 
 
-def list_of_layers(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module] | None:
-    """Return the list of all decoder layers and the module that calls them, or None."""
-    layers = decoder_layers(model)
-    for module in model.modules():
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and list(child) == layers:
-                return child, module
-    return None
+def layers_in(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the layers with these names that a model or its stage has, in order."""
+    modules = dict(model.named_modules())
+    named = [modules[name] for name in names if name in modules]  # a plan may build the first alone
+    return [layer for layer in named if not isinstance(layer, PassThrough)]

@@ -9,7 +9,7 @@ parallelism, arXiv 2205.05198). Everything else sees a slice, and FSDP2 shards i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -26,57 +26,34 @@ from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.model import documents
 from shardtune.model.moe.spread import is_cut
-from shardtune.model.traits import FACTORS, decoder_layers, has_new_transformers
+from shardtune.model.parts import FACTORS
 
-# The dimension in which each style cuts each parameter of a linear layer.
-CUTS = {
-    "colwise": {"weight": 0, "bias": 0, FACTORS[1]: 0},
-    "rowwise": {"weight": 1, FACTORS[0]: 1},
-}
+# The parameters of a linear module that are cut with its weight's rows, and with its columns, and
+# the dimension of each.
+CUTS = ({"weight": 0, "bias": 0, FACTORS[1]: 0}, {"weight": 1, FACTORS[0]: 1})
 Sum = Callable[[torch.Tensor], torch.Tensor]
-
-
-def cut_modules(model: PreTrainedModel) -> dict[str, str]:
-    """Return the style of each linear module of the layers that is cut, by its name."""
-    if not model.tp_plan or not has_new_transformers():
-        return {}
-    plan = model._expand_parallel_plan(model.tp_plan)
-    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-    # Shared experts are small, and run ahead on slices where other experts are spread.
-    return {
-        name: style
-        for name, module in model.named_modules()
-        if (style := plan.get(name, "")) in CUTS
-        and isinstance(module, nn.Linear)
-        and module in inside
-        and "expert" not in name
-    }
-
-
-def cut_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of the parameters that are cut."""
-    styles = cut_modules(model).items()
-    names = {name for name, _ in model.named_parameters()}
-    cut = (f"{name}.{key}" for name, style in styles for key in CUTS[style])
-    return [name for name in cut if name in names]
 
 
 def cut_layers(
     model: PreTrainedModel,
+    cut: Iterable[tuple[str, tuple[int, int], int]],
     mesh: DeviceMesh,
     placement: Callable[[nn.Parameter], Shard],
     progress: Progress,
 ) -> Callable[[nn.Parameter], Any]:
-    """Cut the matrices over `tensor`, and let their modules exchange tokens.
+    """Cut the matrices of `cut`, as `Cut` names them, and let their modules exchange tokens.
 
     Returns FSDP2's placement: each rank's parts are sharded over `tensor_shard`, and other
     parameters as `placement` says.
     """
     rows = _RowsOfRanks(mesh["tensor"], progress)
     blocks: dict[nn.Module, None] = {}
-    for name, style in cut_modules(model).items():
-        module: Any = model.get_submodule(name)
-        for key, dimension in CUTS[style].items():
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, _, side in cut:
+        if name not in modules:  # of another stage
+            continue
+        module = modules[name]
+        for key, dimension in CUTS[side].items():
             parameter = module._parameters.get(key)
             if parameter is not None:
                 parts = distribute_tensor(
@@ -84,11 +61,11 @@ def cut_layers(
                 )
                 module._parameters[key] = nn.Parameter(parts, parameter.requires_grad)
         forward = partial(_local, module, module.forward)
-        if style == "rowwise":
+        if side == 1:
             forward = partial(summed, module, forward, rows.sum)
         # Collectives and swapped parameters cannot be compiled.
         module.forward = torch.compiler.disable(forward)
-        blocks[model.get_submodule(name.rpartition(".")[0])] = None
+        blocks[modules[name.rpartition(".")[0]]] = None
     for block in cast(dict[Any, None], blocks):
         block.forward = torch.compiler.disable(partial(_of_rows, block.forward, rows))
     for module in model.modules():

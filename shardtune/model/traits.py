@@ -1,28 +1,20 @@
-"""Find the parts of a model by the names and shapes in transformers' architectures.
+"""Read an architecture's settings: experts in total and per token, heads and types of layers.
 
-This file alone decides which parameters are stacks of experts or factors of adapters, the number of
-experts in total and per token, and the heads and types of layers.
+No other file names such a setting. It imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from packaging.version import Version
-
 if TYPE_CHECKING:  # a plan reads config.json first: torch's import takes seconds
-    import torch
-    from torch import nn
     from transformers import PreTrainedModel
 
-FACTORS = ("lora_A", "lora_B")
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
-
 
 # Architectures that would need code of their own, and architectures to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
@@ -41,31 +33,6 @@ class Heads(NamedTuple):
     keys: int
     key_width: int
     value_width: int
-
-
-def is_factor(name: str) -> bool:
-    """Whether a parameter is a factor of an adapter, by its name."""
-    return name.endswith(FACTORS)
-
-
-def is_stack(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has a matrix for each expert, the experts first."""
-    return parameter.dim() == 3
-
-
-def is_in_list(name: str) -> bool:
-    """Whether a name is that of a module or a parameter within a list of experts."""
-    return re.search(r"(^|\.)experts\.\d+\.", name) is not None
-
-
-def has_experts(model: nn.Module) -> bool:
-    return any("expert" in name for name, _ in model.named_parameters())
-
-
-def met_numel(parameter: torch.Tensor, top_k: int) -> int:
-    """Return how many elements of a parameter a token is multiplied by."""
-    numel = parameter.numel()
-    return numel * top_k // parameter.shape[0] if is_stack(parameter) else numel
 
 
 def heads(settings: Any) -> Heads:
@@ -121,26 +88,7 @@ def top_k(model: PreTrainedModel) -> int:
     return most_of_layers(model, *TOP_K) or 1
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses."""
-    # Mamba lists its mixers in `_no_split_modules`, too. They are within layers: leave them out.
-    names = set(model._no_split_modules or ())
-    named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
-    inner = {m for layer in named for m in [*layer.modules()][1:]}
-    return [layer for layer in named if layer not in inner]
-
-
 def not_trained(kind: str) -> str:
     """Return why an architecture is refused by its name alone, or an empty text."""
     instead = _INSTEAD.get(kind)
     return f"{kind} is not trained here - use a model of type {instead}" if instead else ""
-
-
-def has_new_transformers() -> bool:
-    """Return whether the installed transformers has plans of experts and of cut matrices."""
-    return Version(importlib.metadata.version("transformers")).release >= (5, 23)
-
-
-def leaves_empty_slices(length: int, shards: int) -> bool:
-    """Return whether FSDP2 leaves some of the shards without a row."""
-    return -(-length // shards) * (shards - 1) >= length

@@ -23,8 +23,7 @@ from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.model.moe.spread import gathered_numel, is_cut, is_spread
 from shardtune.model.stages import divided
 from shardtune.planner.arithmetic.figures import Collective
-from shardtune.planner.arithmetic.machine import Machine
-from shardtune.planner.arithmetic.roofline import gpu_of, seconds, with_gathers
+from shardtune.planner.arithmetic.machine import Machine, gpu_of, seconds, with_gathers
 from shardtune.planner.arithmetic.shapes import Keeps, Shapes, least_traffic, rows_bytes
 from shardtune.planner.arithmetic.storage import host_link, join_storage, pieces_bytes, plan_storage
 from shardtune.planner.plan import Plan
@@ -42,7 +41,7 @@ from shardtune.training.states.reshard import (
     kept_bytes,
     room_beside,
 )
-from shardtune.training.states.state_bytes import StateBytes, state_bytes
+from shardtune.training.states.sharded_optimizer import StateBytes, state_bytes
 
 TILE_TOKENS = 8192  # per rank: smaller tiles save little memory and cost as much time
 
@@ -110,9 +109,9 @@ class _Planner:
         layout = machine.layout(config)
         for stage in range(layout.stages):
             with fake_world(layout, machine.ranks_per_node, stage) as world:
-                facts = self._simulations.facts(config, world)
+                facts = self._simulations.facts(config, layout)
                 if stage == 0:
-                    require_trainable(facts, config, self._model_config, world)
+                    require_trainable(config, self._model_config, facts, world)
                 layers = divided(facts.costs, layout.stages)[stage]
                 if 0 < stage < layout.stages - 1:
                     kinds = facts.layers[layers.start : layers.stop]
@@ -129,8 +128,8 @@ class _Planner:
     def stage(self, world: World, tiles: int = 1, keeps_groups: bool = True) -> Plan:
         """Plan the stage of `world`'s rank; with `keeps_groups` groups may stay gathered."""
         config, machine, layout = self._config, self._machine, world.layout
-        model = build_on_meta(config, self._model_config, world)
-        facts = self._simulations.facts(config, world)
+        facts = self._simulations.facts(config, layout)
+        model = build_on_meta(config, self._model_config, facts, world)
         owned = OwnedParameters(model, world)
         optimizer = build_optimizer(owned, config)
         states, kept = state_bytes(model, optimizer, layout), kept_bytes(model, layout)

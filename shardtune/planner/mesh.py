@@ -12,9 +12,9 @@ from typing import Any
 from shardtune.config import KEYS, LORA_LR, Config
 from shardtune.distributed.layout import Layout
 from shardtune.optimizers.rules import find_rule, smaller_rules, updates
-from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes
+from shardtune.planner.plan import Estimate
 
 _LONGEST_CUT = 8000  # tokens of a row
 # The keys of a mesh, in the order of their values in `every_mesh`.

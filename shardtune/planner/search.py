@@ -19,7 +19,6 @@ from typing import Any
 from shardtune.config import Config
 from shardtune.errors import UserError
 from shardtune.model.facts.trial import require_exact_copy
-from shardtune.planner.arithmetic.estimate import Estimate, estimate
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.make_plan import bound_plan, make_plan
 from shardtune.planner.mesh import (
@@ -35,7 +34,7 @@ from shardtune.planner.mesh import (
     value_of,
     with_values,
 )
-from shardtune.planner.plan import Plan
+from shardtune.planner.plan import Estimate, Plan, estimate
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
 
 Say = Callable[[str], None]  # says each part of the work before it begins

@@ -27,9 +27,11 @@ from shardtune.log import logger
 from shardtune.model import build
 from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.documents.attention_choice import choose_attention
-from shardtune.model.flops import DevicePeak, cost_of
+from shardtune.model.facts.facts import ModelFacts
+from shardtune.model.flops import DevicePeak, MfuMeter
 from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
+from shardtune.model.stages import layers_in
 from shardtune.run_files import METRICS
 from shardtune.training import optim
 from shardtune.training.context import Prediction, TrainContext
@@ -47,13 +49,13 @@ from shardtune.training.start_log import log_model
 from shardtune.training.states import reshard
 from shardtune.training.states.host_states import HostStates
 from shardtune.training.states.replica_shards import OwnedParameters
-from shardtune.training.states.sharded_optimizer import ShardedOptimizer
-from shardtune.training.states.state_bytes import state_bytes
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer, state_bytes
 
 
 def build_train_context(
     run: Run,
     model_config: PretrainedConfig,
+    facts: ModelFacts,
     data: PreparedData,
     assets: Mapping[str, bytes],
     schedule: Schedule,
@@ -63,7 +65,7 @@ def build_train_context(
     """Load the model and its optimizer, and open all that watches and writes the run."""
     config, world = run.config, run.world
     # Files of other runs are moved aside only when the checkpoint is loaded.
-    states, whole, policy, is_flat = load_model(run, model_config, data, prediction)
+    states, whole, policy, is_flat = load_model(run, model_config, facts, data, prediction)
     model, owned, host, optimizer = states
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     _say_where_earlier_steps_are(run)
@@ -80,6 +82,7 @@ def build_train_context(
     )
     best, command, step_export = open_exports(run, live, metrics, schedule, bool(data.eval))
     expert_balance = ExpertBalance(model, whole, metrics, world)
+    mfu = MfuMeter(facts.flops, facts.uncounted, device_peak, world.size)
     return TrainContext(
         run=run,
         data=data,
@@ -91,12 +94,12 @@ def build_train_context(
         optimizer=optimizer,
         reshard=policy,
         stage=Stage(model, owned, world),
-        row_cost=cost_of(whole),
+        row_cost=facts.row_cost,
         metrics=metrics,
         expert_balance=expert_balance,
         observers=[
             Stragglers(model, metrics, world),  # first, because all ranks meet in it
-            StepLog(metrics, whole, schedule.total_steps, device_peak, world.size, saver),
+            StepLog(metrics, mfu, schedule.total_steps, saver),
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run.directory.path, config.logging, metrics, schedule, world),
@@ -111,7 +114,11 @@ def build_train_context(
 
 
 def load_model(
-    run: Run, model_config: PretrainedConfig, data: PreparedData, prediction: Prediction
+    run: Run,
+    model_config: PretrainedConfig,
+    facts: ModelFacts,
+    data: PreparedData,
+    prediction: Prediction,
 ) -> tuple[States, PreTrainedModel, reshard.ReshardPolicy, bool]:
     """Build the sharded model and its optimizer, and load the checkpoint to resume from.
 
@@ -121,14 +128,14 @@ def load_model(
     # decides as the start did.
     config, world = run.config, run.world
     world.progress.enter(Phase.LOADING)
-    states = build_states(config, model_config, world)
+    states = build_states(config, model_config, facts, world)
     model = states.model
-    whole = build.whole_on_meta(config, model_config, world)
-    log_model(whole, config, state_bytes(model, states.optimizer, world.layout), world)
+    whole = build.whole_on_meta(config, model_config, world.layout)
+    log_model(whole, facts, config, state_bytes(model, states.optimizer, world.layout), world)
     planned = reshard.ReshardPolicy(*prediction["policies"][world.stage])
     policy = reshard.choose_reshard_policy(model, saved_reshard_policy(run), planned, world)
     set_seed((config.run.seed + world.rank) % 2**32)  # dropout differs between ranks
-    is_flat = prepare_forward(model, config, data, prediction["tiles"], world)
+    is_flat = prepare_forward(model, facts, config, data, prediction["tiles"], world)
     load_states(states, run)
     return states, whole, policy, is_flat
 
@@ -142,10 +149,14 @@ class States(NamedTuple):
     optimizer: ShardedOptimizer
 
 
-def build_states(config: Config, model_config: PretrainedConfig, world: World) -> States:
+def build_states(
+    config: Config, model_config: PretrainedConfig, facts: ModelFacts, world: World
+) -> States:
     """Read or draw the weights, each rank its slices, and build their optimizer."""
     with weights_fit(world.layout):
-        model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
+        model = world.run_on_all_ranks(
+            lambda: build.build_model(config, model_config, facts, world)
+        )
     owned = OwnedParameters(model, world)
     host = HostStates(owned) if world.layout.offloads else None
     optimizer = optim.build_optimizer(owned, config, host)
@@ -223,15 +234,21 @@ def find_pending_model(run: Run, schedule: Schedule) -> int | None:
 
 
 def prepare_forward(
-    model: PreTrainedModel, config: Config, data: PreparedData, tiles: int, world: World
+    model: PreTrainedModel,
+    facts: ModelFacts,
+    config: Config,
+    data: PreparedData,
+    tiles: int,
+    world: World,
 ) -> bool:
     """Choose how the model attends and makes logits, compile it, and return if rows are flat.
 
     `tiles`: the number of parts of a row on which experts and MLPs run.
     """
     # Compilation comes last: it compiles the forwards that the steps before have chosen.
+    layers = layers_in(model, facts.layer_names)
     if tiles > 1:
-        tile_layers(model, tiles)
+        tile_layers(model, layers, tiles)
         logger.info(f"Tiles: experts and MLPs run on a row's tokens in {tiles} parts, as planned")
     with step_fits(world.layout):
         is_flat = choose_attention(model, data.longest, world)
@@ -239,7 +256,7 @@ def prepare_forward(
     whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
     if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")
-    compile_layers(model, config.model.compile, world)
+    compile_layers(layers, config.model.compile, world)
     if world.is_last_stage:
         dtype = DTYPES[world.layout.compute_dtype]
         compile_loss(model, dtype, world.device, bool(data.eval))

@@ -25,6 +25,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import all_of
 from shardtune.log import logger
 from shardtune.model.build import read_facts, require_trainable
+from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.facts.trial import require_exact_copy
 from shardtune.model.source.files import (
     fetch_weights,
@@ -42,8 +43,8 @@ from shardtune.training.run import Run
 _NAMED_TEMPLATES = "additional_chat_templates"
 
 
-def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
-    """Read the model's configuration, fetch its weights, and read the files beside them.
+def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, bytes]]:
+    """Read the model's configuration and facts, fetch its weights, and read the files beside them.
 
     Refuses a model that cannot be trained or exported, missing data, and two revisions of a model.
     """
@@ -51,7 +52,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     config, world = run.config, run.world
     world.progress.enter(Phase.PREPARING_DATA)
     with weights_fit(world.layout):
-        model_config, *_ = world.run_on_all_ranks(
+        (model_config, facts), *_ = world.run_on_all_ranks(
             lambda: all_of(
                 lambda: _read_trainable(config, world),
                 lambda: dataset.find_sources(config.data) if world.is_node_main else None,
@@ -79,7 +80,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
             source["weights"] = _identify_frozen(run)
         assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets, folder))
-    return model_config, assets
+    return model_config, facts, assets
 
 
 def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
@@ -109,14 +110,14 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
     return with_template(assets, template) if template else assets
 
 
-def _read_trainable(config: Config, world: World) -> PretrainedConfig:
+def _read_trainable(config: Config, world: World) -> tuple[PretrainedConfig, ModelFacts]:
     model_config = read_model_config(config.model)
-    facts = read_facts(config, model_config, world)
+    facts = read_facts(config, model_config, world.layout)
     all_of(
-        lambda: require_trainable(facts, config, model_config, world),
+        lambda: require_trainable(config, model_config, facts, world),
         lambda: require_weights(config.model),
     )
-    return model_config
+    return model_config, facts
 
 
 def _folder_of(path: str) -> Path:

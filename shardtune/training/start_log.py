@@ -22,11 +22,12 @@ from shardtune.distributed.rank_record import SHORT_START
 from shardtune.distributed.world import World
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
+from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.lora import describe_adapters
-from shardtune.model.stages import layers_of_stages
+from shardtune.model.stages import divided
 from shardtune.training.data_and_schedule import describe_sources
 from shardtune.training.run import Run
-from shardtune.training.states.state_bytes import StateBytes
+from shardtune.training.states.sharded_optimizer import StateBytes
 from shardtune.units import gb
 
 # Attributes of routers with the width of their noise in training.
@@ -77,7 +78,9 @@ def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: C
     )
 
 
-def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: World) -> None:
+def log_model(
+    whole: PreTrainedModel, facts: ModelFacts, config: Config, state: StateBytes, world: World
+) -> None:
     """Log which weights are trained, by which stages, and the fullest rank's memory. Collective.
 
     `whole`: the model of all stages. `state`: the bytes of this rank's state.
@@ -87,11 +90,10 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
         logger.info(line)
     for line in router_remarks(whole):
         logger.info(line)
-    total = sum(p.numel() for p in whole.parameters())
     states = [StateBytes(**each) for each in world.all_gather_json(asdict(state))]
     fullest = max(states, key=lambda each: each.total)
     logger.info(
-        f"Parameters: {total:,} | Per rank: {gb(fullest.total, 2)} GB = "
+        f"Parameters: {facts.numel():,} | Per rank: {gb(fullest.total, 2)} GB = "
         f"{gb(fullest.parameters, 2)} GB weights + {gb(fullest.gradients, 2)} GB gradients + "
         f"{gb(fullest.optimizer, 2)} GB optimizer"
     )
@@ -107,7 +109,7 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
         where = "in the same memory on a CPU" if is_cpu else "in pinned host memory"
         logger.info(f"Activation checkpointing: full, with the layers' inputs {where}")
     if world.layout.stages > 1:
-        logger.info(_describe_stages(layers_of_stages(whole, world.layout.stages), world.layout))
+        logger.info(_describe_stages(divided(facts.costs, world.layout.stages), world.layout))
 
 
 def router_remarks(model: PreTrainedModel) -> Iterator[str]:

@@ -37,7 +37,7 @@ from shardtune.__main__ import run as run_command
 from shardtune.checkpoint import Saver
 from shardtune.config import LoraConfig
 from shardtune.distributed.tensors import to_local
-from shardtune.model.traits import is_factor
+from shardtune.model.parts import is_factor
 
 RATES = [3e-3] * 4
 LORA = ("lora.rank=3", "lora.alpha=12", "train.max_grad_norm=9")

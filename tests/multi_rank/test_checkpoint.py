@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
+from helpers.built import build_model
 from helpers.commands import finish
 from helpers.ranks import config_for, on_ranks, run_script, train, train_on_nodes
 from helpers.small_runs import (
@@ -41,7 +42,6 @@ from shardtune.checkpoint import run_dir as run_dir_module
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
-from shardtune.model.build import build_model
 from shardtune.model.source.files import read_model_config
 from shardtune.run_files import VERSION
 from shardtune.training.optim import build_optimizer

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.built import build_model
 from helpers.commands import finish, read_metrics
 from helpers.exact import APART, COMPILED, FULL, NONE, SELECTIVE, Mesh
 from helpers.plain_training import (
@@ -22,7 +23,6 @@ from transformers import AutoConfig
 
 from shardtune.distributed.join import join_world
 from shardtune.errors import RunFailed
-from shardtune.model.build import build_model
 from shardtune.model.documents.attention_choice import choose_attention
 
 # A family, the mesh that saves after two steps, the mesh that resumes, and settings.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.built import build_model
 from helpers.commands import finish
 from helpers.packing_families import build
 from helpers.ranks import config_for, on_ranks
@@ -21,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
-from shardtune.model.build import build_model
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import read_metrics
 from helpers import moe_families
+from helpers.built import build_model
 from helpers.chats import write_jsonl
 from helpers.commands import finish, launch
 from helpers.documented import require_error_line
@@ -42,12 +43,10 @@ from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import copy_slice, to_local
-from shardtune.model.build import build_model
 from shardtune.optimizers.rules import AdamW, AdamW8bit
 from shardtune.training.optim import build_optimizer
 from shardtune.training.states.replica_shards import OwnedParameters
-from shardtune.training.states.sharded_optimizer import ShardedOptimizer
-from shardtune.training.states.state_bytes import state_bytes
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer, state_bytes
 
 
 class Weights(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.built import build_model
 from helpers.commands import finish
 from helpers.ranks import as_configured, config_for, on_ranks
 from helpers.usage import Usage
@@ -18,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
-from shardtune.model.build import build_model
 
 Tensors = dict[str, torch.Tensor]
 

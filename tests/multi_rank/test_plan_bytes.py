@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.built import build_model
 from helpers.collectives import Collectives
 from helpers.commands import finish
 from helpers.moe_families import FAMILIES, SMALL
@@ -20,7 +21,6 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model import documents
-from shardtune.model.build import build_model
 from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.arithmetic.machine import Machine

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.built import build_model
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish
 from helpers.exact import BFLOAT16
@@ -25,7 +26,6 @@ from transformers import AutoModelForCausalLM
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
-from shardtune.model.build import build_model
 from shardtune.model.source.files import read_model_config
 
 GIVEN = (*SETTINGS, "train.max_steps=2", "data.packing=false")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.built import build_model
 from helpers.commands import finish
 from helpers.moe_families import build
 from helpers.ranks import on_ranks
@@ -17,10 +18,10 @@ from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.model import documents
-from shardtune.model.build import build_model
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.moe.spread import stacked_experts
 from shardtune.model.moe.tiles import tile_layers
+from shardtune.model.parts import decoder_layers
 
 TILES = 3
 LENGTHS = [[31], [1], [2, 9], [4]]  # documents of the row of each rank
@@ -52,7 +53,7 @@ def test_stacked_experts_get_a_tile_of_the_tokens_at_a_time(family):
             return run(rows, *given)
 
         experts.forward = noted
-    tile_layers(model, TILES)
+    tile_layers(model, decoder_layers(model), TILES)
     torch.testing.assert_close(model(ids).logits, expected)
     assert {*tokens} == {11, 10}
 
@@ -65,7 +66,7 @@ def _compare(family: str, assignments: list[str]) -> None:
     plain.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()}, strict=False)
     model.set_attn_implementation("documents")
     use_loss_head(model, world.device)
-    tile_layers(model, TILES)
+    tile_layers(model, decoder_layers(model), TILES)
     rows = [_row(lengths) for lengths in LENGTHS[: world.size]]
     with documents.of(rows[world.rank]):
         loss = summed_loss(model, rows[world.rank])

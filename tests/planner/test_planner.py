@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.built import simulate
 from helpers.chats import chats, write_jsonl
 from helpers.planned import (
     CONFIG,
@@ -40,7 +41,7 @@ from shardtune.planner.arithmetic.run_length import RunLength, run_length
 from shardtune.planner.command.text import describe, verdict
 from shardtune.planner.make_plan import _Planner, bound_plan, make_plan
 from shardtune.planner.simulation.extrapolate import Simulations, cuts, extrapolate, with_layers
-from shardtune.planner.simulation.simulate import Step, fake_world, simulate
+from shardtune.planner.simulation.simulate import Step, fake_world
 from shardtune.training.states.reshard import ReshardPolicy
 
 SHALLOW = with_layers(GLM, 2)
@@ -87,7 +88,7 @@ def test_a_cut_model_ends_as_the_whole_one_does(kinds, expected):
 def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(model_config, assignments):
     config, policy = configured(*assignments), ReshardPolicy(0, False)
     with fake_world(Layout.of(config, 8), 4) as world:
-        lengths = cuts(read_facts(config, model_config, world).layers)
+        lengths = cuts(read_facts(config, model_config, world.layout).layers)
         assert lengths
         short, long, whole = (
             simulate(Step(config, policy, world), with_layers(model_config, layers))

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.built import build_on_meta
 from helpers.planned import GLM, LLAMA, MACHINE, STEPS, configured
 from torch.distributed.tensor import DTensor
 from transformers import Olmo2Config
 
 from shardtune.distributed.layout import Layout
-from shardtune.model.build import build_on_meta, read_facts
+from shardtune.model.build import read_facts
 from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation import extrapolate
@@ -101,7 +102,7 @@ def test_a_row_of_a_table_measures_what_a_plan_does(monkeypatch):
     deep, config = with_layers(LLAMA, 16), configured("parallel.stages=2", "parallel.tensor=2")
     measured = []
     with fake_world(Layout.of(config, 8), 8) as world:
-        step, facts = Step(config, POLICY, world), read_facts(config, deep, world)
+        step, facts = Step(config, POLICY, world), read_facts(config, deep, world.layout)
         for way in (extrapolate.at_once, in_order):
             monkeypatch.setattr(extrapolate, "at_once", way)
             measured.append(Simulations(deep).measure(step, facts))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import packing_families
+from helpers.built import build_on_meta, simulate
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.planned import configured
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,8 +22,7 @@ from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.tensors import sharded_as
 from shardtune.model import documents
-from shardtune.model.build import build_on_meta
-from shardtune.model.documents.state_layers import state_mixers
+from shardtune.model.documents.one_by_one import state_mixers
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.arithmetic.figures import Cause
 from shardtune.planner.simulation import simulate as simulation
@@ -32,7 +32,6 @@ from shardtune.planner.simulation.simulate import (
     fake_world,
     full_batch,
     shorten_rows,
-    simulate,
 )
 from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.states.reshard import ReshardPolicy

@@ -12,7 +12,7 @@ from helpers.small_runs import SETTINGS, digests, steps_of, with_settings, write
 from pretend_gpu.waits import host_waits
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
+from shardtune.model.recomputation import PinnedCopies, keep_inputs_on_host
 
 pytestmark = needs_compiler
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.built import build_model
 from helpers.commands import finish
 from helpers.pretended import needs_compiler, on_gpus, train_script, waits_of
 from helpers.ranks import config_for
@@ -22,7 +23,6 @@ from shardtune.config import Config
 from shardtune.distributed import compiling
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
-from shardtune.model.build import build_model
 from shardtune.model.source.masters import take_master
 from shardtune.training.states import host_states
 

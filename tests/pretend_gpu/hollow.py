@@ -133,7 +133,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
 
     import train_fsdp
     from shardtune.config_io import load_config
-    from shardtune.model.build import build_model
+    from shardtune.model.build import build_model, read_facts
     from shardtune.model.fsdp_groups import forward_only
     from shardtune.model.source.files import read_model_config
     from shardtune.training import pipeline
@@ -147,13 +147,15 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     config = load_config(options.config, given, {})
     world = _fake_world(config, options.nodes, options.gpus_per_node, options.stage)
     _leave_out_contents()
-    model = build_model(config, read_model_config(config.model), world)
+    model_config = read_model_config(config.model)
+    facts = read_facts(config, model_config, world.layout)
+    model = build_model(config, model_config, facts, world)
     enter("trial")
     owned = OwnedParameters(model, world)
     host = HostStates(owned) if world.layout.offloads else None
     optimizer = build_optimizer(owned, config, host)
     reshard = choose_reshard_policy(model, None, ReshardPolicy(*options.planned), world)
-    _prepare_forward(model, options.tiles, world)
+    _prepare_forward(model, facts, options.tiles, world)
     batch = _full_batch(world)
     enter("evaluate")
     stage = pipeline.Stage(model, owned, world)
@@ -181,16 +183,17 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
 
 
-def _prepare_forward(model: Any, tiles: int, world: Any) -> None:
+def _prepare_forward(model: Any, facts: Any, tiles: int, world: Any) -> None:
     """Let the model attend and make logits as a run of packed rows does."""
     from shardtune.model.documents.attention import DOCUMENT_ATTENTION
     from shardtune.model.loss import use_loss_head
     from shardtune.model.moe.tiles import tile_layers
+    from shardtune.model.stages import layers_in
 
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     use_loss_head(model, world.device)
     if tiles > 1:
-        tile_layers(model, tiles)
+        tile_layers(model, layers_in(model, facts.layer_names), tiles)
 
 
 def enter_phases(train_fsdp: Any, pipeline: Any, enter: Callable[[str], None]) -> None:
@@ -262,7 +265,7 @@ def _leave_out_contents() -> None:
     import torch.distributed as dist
 
     from shardtune.model import build
-    from shardtune.model.traits import is_factor
+    from shardtune.model.parts import is_factor
 
     def without_contents(model: Any, seed: int, device: torch.device, *_: Any) -> None:
         model.to_empty(device=device)

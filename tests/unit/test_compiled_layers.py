@@ -37,6 +37,7 @@ from shardtune.errors import RunFailed
 from shardtune.model import documents
 from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.documents.attention import DOCUMENT_ATTENTION
+from shardtune.model.parts import decoder_layers
 from shardtune.model.recomputation import kept_operators
 
 WIDTH = 32
@@ -104,7 +105,7 @@ def compile_with(
     world: Any = SimpleNamespace(
         device=torch.device(device), layout=layout, all_gather_json=lambda x: [x, x]
     )
-    compile_layers(model, setting, world)
+    compile_layers(decoder_layers(model), setting, world)
 
 
 def loss_of(model: Any, tokens: int = 17) -> torch.Tensor:
@@ -197,7 +198,7 @@ def test_auto_compiles_on_gpus_where_every_rank_can(
     world: Any = SimpleNamespace(
         device=torch.device(device), layout=Layout(2), all_gather_json=lambda _: able
     )
-    compile_layers(model, setting, world)
+    compile_layers(decoder_layers(model), setting, world)
     assert [line.startswith(words) for line in said(caplog)] == [True] * bool(words)
     is_compiled = "forward" in vars(model.model.layers[0])
     assert is_compiled == (setting == "auto" and device == "cuda" and all(able))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.tiny import tiny_config
 from shardtune.config import LoraConfig
-from shardtune.model.documents.state_layers import recurrence_flops, state_mixers
+from shardtune.model.documents.one_by_one import recurrence_flops, state_mixers
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 from shardtune.model.lora import add_adapters, draw_factors
 from shardtune.model.traits import top_k

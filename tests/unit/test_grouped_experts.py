@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.built import simulate
 from helpers.commands import finish
 from helpers.configs import configured
 from helpers.moe_families import FAMILIES, SMALL, build
@@ -28,7 +29,7 @@ from shardtune.model.facts.problems import expert_problems
 from shardtune.model.moe import grouped_experts
 from shardtune.model.moe.grouped_experts import TokenPairs, expert_outputs, gathering_forward
 from shardtune.model.moe.token_exchange import SharedExperts
-from shardtune.planner.simulation.simulate import Step, fake_world, simulate
+from shardtune.planner.simulation.simulate import Step, fake_world
 from shardtune.training.states.reshard import ReshardPolicy
 
 SIZES = [1, 7, 0, 13]

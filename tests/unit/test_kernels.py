@@ -11,7 +11,7 @@ import torch.nn.attention.varlen  # registers its operators
 from shardtune.cards import CARDS, card_named, card_of
 from shardtune.errors import UserError
 from shardtune.planner.arithmetic.figures import Kernel, Kind
-from shardtune.planner.arithmetic.roofline import LAUNCH_S, gpu_of, seconds, with_gathers
+from shardtune.planner.arithmetic.machine import LAUNCH_S, gpu_of, seconds, with_gathers
 from shardtune.planner.simulation.kernel_costs import kernel_of
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from shardtune.data.batch import Batch
 from shardtune.model import loss as loss_module
 from shardtune.model.loss import LossHead
-from shardtune.planner.arithmetic.roofline import launched
+from shardtune.planner.arithmetic.machine import launched
 from shardtune.planner.simulation.tracker import Tracker
 
 

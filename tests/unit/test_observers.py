@@ -12,11 +12,10 @@ import pytest
 from helpers.data_run import log_lines
 from helpers.ranks import world_of
 from torch import distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.config import Config
 from shardtune.log import setup_logging
-from shardtune.model.flops import DevicePeak
+from shardtune.model.flops import DevicePeak, MfuMeter
 from shardtune.training.observers.metrics import Metrics, StepEnded, StepStats
 from shardtune.training.observers.step_log import LossSpikes, StepLog
 from shardtune.training.observers.stragglers import slowest
@@ -25,10 +24,9 @@ from shardtune.training.observers.stragglers import slowest
 def test_a_line_has_the_mean_speed_since_the_line_before_it(tmp_path, capsys):
     setup_logging(True, True)
     metrics = Metrics(tmp_path / "metrics.jsonl", world_of(0, 1, dist.HashStore()), None)
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **small))
+    mfu = MfuMeter(None, "no layer is known", DevicePeak(None, "known"), 1)
     saver: Any = SimpleNamespace(not_saved="")
-    log = StepLog(metrics, model, 20, DevicePeak(None, "known"), 1, saver)
+    log = StepLog(metrics, mfu, 20, saver)
     stats = StepStats(1.5, 0.5, False, 10**9, 0, 0.0, np.empty(0))
     for number, seconds in enumerate([8.0, 2.0, 1.0, 1.0], 1):
         step: Any = SimpleNamespace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.documents import attention_choice
 from shardtune.model.documents.attention_trial import LogitsTrial
+from shardtune.model.facts import trial
 from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import problems
 from shardtune.model.facts.trial import require_exact_copy
@@ -71,6 +73,27 @@ def test_documents_that_would_mix_are_refused_by_name(model_config, attention):
 
 def test_a_narrow_window_is_no_reason_to_refuse():
     require_exact_copy(Layout.of(configured()), MistralConfig(**SMALL, sliding_window=4))
+
+
+def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
+    tried, layout = list[Layout](), Layout(4, max_length=4096)
+    model_config = MistralConfig(**SMALL)
+    monkeypatch.setattr(trial, "_tried", lambda layout, _: tried.append(layout) or [])
+    for again in (
+        layout,
+        replace(layout, ranks=8, micro_batches=2),
+        replace(layout, max_length=512),
+    ):
+        require_exact_copy(again, model_config)
+    assert len(tried) == 1
+    require_exact_copy(replace(layout, stages=2), model_config)
+    require_exact_copy(replace(layout, max_length=64), model_config)
+    require_exact_copy(layout, MistralConfig(**SMALL, sliding_window=4))
+    assert len(tried) == 4
+    monkeypatch.setattr(trial, "_tried", lambda *_: ["no memory"])
+    for _ in range(2):
+        with pytest.raises(UserError, match="no memory"):
+            require_exact_copy(replace(layout, tensor=2), model_config)
 
 
 def test_an_architecture_without_a_copy_is_left_to_its_weights():

@@ -13,10 +13,11 @@ from helpers.tiny_models import VOCABULARY
 from torch import nn
 
 from shardtune.model import documents
-from shardtune.model.documents.one_by_one import call_one_by_one, restore
-from shardtune.model.documents.state_layers import (
+from shardtune.model.documents.one_by_one import (
+    call_one_by_one,
     missing_kernels,
     recurrence_flops,
+    restore,
     separate_documents,
     state_mixers,
 )

@@ -19,9 +19,9 @@ from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
 from shardtune.model.build import read_facts, require_trainable
 from shardtune.model.facts.of_config import require_possible
+from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.trial import require_exact_copy
-from shardtune.model.stages import divide_layers, layers_of_stages
-from shardtune.model.traits import decoder_layers
+from shardtune.model.stages import divide_layers, divided
 from shardtune.planner.simulation.simulate import fake_world
 
 EIGHT_BITS = "optimizer.name=adamw8bit"
@@ -47,9 +47,9 @@ def problems(family: str, *assignments: str, ranks: int = 4, **settings: Any) ->
     layout = Layout.of(config, ranks)
     try:
         with fake_world(layout, ranks) as world:
-            facts = read_facts(config, model_config, world)
+            facts = read_facts(config, model_config, world.layout)
             all_of(
-                lambda: require_trainable(facts, config, model_config, world),
+                lambda: require_trainable(config, model_config, facts, world),
                 lambda: require_exact_copy(layout, model_config),
             )
     except UserError as error:
@@ -215,7 +215,7 @@ def test_a_large_head_leaves_its_stage_fewer_layers():
             "llama", **SMALL | {"vocab_size": vocabulary, "num_hidden_layers": 8}
         )
         with torch.device("meta"):
-            return layers_of_stages(AutoModelForCausalLM.from_config(config), 2)
+            return divided(facts_of_model(AutoModelForCausalLM.from_config(config)).costs, 2)
 
     assert [len(part) for part in stages(8)] == [4, 4]
     assert len(stages(2000)[1]) < 4
@@ -246,7 +246,8 @@ def test_an_architecture_that_changes_hidden_states_outside_of_its_layers_is_ref
 
 def test_a_model_that_does_not_name_its_layers_is_one_stage():
     model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
-    assert not decoder_layers(model) and layers_of_stages(model, 1) == [range(0)]
+    facts = facts_of_model(model)
+    assert not facts.layers and divided(facts.costs, 1) == [range(0)]
 
 
 @pytest.mark.parametrize("kind", ["olmo", "granite_docling", "mamba"])

@@ -30,10 +30,10 @@ from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
 from shardtune.model.moe.grouped_experts import trait
+from shardtune.model.parts import is_stack
 from shardtune.model.source.files import model_folder
 from shardtune.model.source.text_model import drop_towers
 from shardtune.model.source.weight_files import ADAPTER_CONFIG, weights_digest
-from shardtune.model.traits import is_stack
 
 
 class Adapter(Export):

@@ -14,12 +14,6 @@ from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.model.documents import Tried
 from shardtune.model.documents.attention import DOCUMENT_ATTENTION, model_makes_masks
-from shardtune.model.documents.attention_layers import (
-    OneByOne,
-    dense_attention,
-    describe_indexers,
-    keeps_states_only,
-)
 from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.flash_attention import (
     agree_on_flash_attention,
@@ -28,9 +22,13 @@ from shardtune.model.documents.flash_attention import (
     keep_second,
 )
 from shardtune.model.documents.head_exchange import describe_rows, heads_between
-from shardtune.model.documents.one_by_one import restore
-from shardtune.model.documents.state_layers import (
+from shardtune.model.documents.one_by_one import (
+    OneByOne,
+    dense_attention,
+    describe_indexers,
+    keeps_states_only,
     missing_kernels,
+    restore,
     separate_documents,
     state_mixers,
     takes_boundaries,

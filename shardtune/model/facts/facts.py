@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardtune.model.traits import Heads
 
 if TYPE_CHECKING:
+    from shardtune.data.schedule import Cost
     from shardtune.model.flops import ModelFlops
 
 
@@ -33,10 +34,10 @@ class Layer(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A matrix that `parallel.tensor` cuts."""
+    """A linear module whose matrix `parallel.tensor` cuts."""
 
-    name: str
-    shape: tuple[int, int]
+    module: str  # its name
+    shape: tuple[int, int]  # of its weight
     dimension: int  # 0: by rows, 1: by columns
 
 
@@ -57,7 +58,8 @@ class Facts:
 class ModelFacts(Facts):
     """What the whole model on meta says beyond its config.json."""
 
-    has_layer_list: bool  # all layers are in one list, and a head follows
+    layer_names: tuple[str, ...]  # full ones
+    layer_list: str  # the name of the list that has all layers, with a head behind; empty: none has
     recomputes: bool  # layers can be computed again
     keeps_state: bool  # layers hand a state along the row
     chosen_keys: int  # the fewest keys that an indexer chooses; 0: there is none
@@ -79,6 +81,8 @@ class ModelFacts(Facts):
     is_tied: bool  # embedding and head are one weight
     costs: tuple[float, tuple[float, ...], float]  # of embedding, layers and head: `stage_costs`
     flops: ModelFlops | None  # None: not known
+    uncounted: str  # why they are not known
+    row_cost: Cost  # of a forward
 
     def numel(self, trained: bool = False) -> int:
         """Return the number of parameters, or of trained ones alone."""

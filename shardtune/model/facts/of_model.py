@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardtune.model import traits
-from shardtune.model.documents.attention_layers import attention_layers, indexers
-from shardtune.model.documents.state_layers import state_mixers
+from shardtune.config import LoraConfig
+from shardtune.errors import UserError
+from shardtune.model import parts, traits
+from shardtune.model.documents.one_by_one import attention_layers, indexers, state_mixers
 from shardtune.model.facts.facts import Cut, Layer, ModelFacts, Parameter
-from shardtune.model.flops import NotCounted, count_flops, stage_costs
+from shardtune.model.flops import ModelFlops, NotCounted, cost_of, count_flops, stage_costs
+from shardtune.model.lora import add_adapters
 from shardtune.model.moe.spread import has_expert_plan, spread_stacks
-from shardtune.model.stages import list_of_layers
-from shardtune.model.tensor_parallel import CUTS, cut_modules, cut_parameters
+from shardtune.model.tensor_parallel import CUTS
 
+_STYLES = ("colwise", "rowwise")  # transformers' names, by the dimension that is cut
 # FSDP2 completes the gradients of norms that see a part of the heads.
 _REPLICATED = "replicated_with_grad_allreduce"
 
 
 def facts_of_model(
-    model: PreTrainedModel, path: str = "", refusals: tuple[str, ...] = ()
+    model: PreTrainedModel, path: str = "", lora: LoraConfig | None = None
 ) -> ModelFacts:
-    """Read the facts of a whole model, with its adapters; its parameters need no storage."""
+    """Read the facts of a whole model; its parameters need no storage.
+
+    `lora`: first gives the model these adapters. Those that it cannot have are among its refusals.
+    """
+    layers = parts.decoder_layers(model)
+    refusals: list[str] = []
+    try:
+        if lora:
+            add_adapters(model, lora)
+    except UserError as error:
+        refusals = error.problems
     text: Any = model.config.get_text_config()
     spread = spread_stacks(model)
-    stacks = [model.get_parameter(name).shape for name in spread if not traits.is_factor(name)]
+    stacks = [model.get_parameter(name).shape for name in spread if not parts.is_factor(name)]
     embedding: Any = model.get_input_embeddings()
-    layers, types = traits.decoder_layers(model), traits.layer_types(text)
+    names = {module: name for name, module in model.named_modules()}
+    types, cut = traits.layer_types(text), tuple(_cut(model, layers))
     kinds = dict.fromkeys(spread, "experts")
-    kinds |= dict.fromkeys(cut_parameters(model), "cut")
+    kinds |= {f"{name}.{key}": "cut" for name, _, side in cut for key in CUTS[side]}
     kind_of = {p: kinds.get(name, "dense") for name, p in model.named_parameters()}
     elsewhere = {p for module in [*layers, embedding] for p in module.parameters()}
     others = ((name, p) for name, p in model.named_parameters() if p not in elsewhere)
-    first, costs, last = stage_costs(model)
+    experts = {traits.number(text, *traits.EXPERTS)} - {0}
+    first, costs, last = stage_costs(model, layers)
+    flops, uncounted = _flops(model)
     is_scaled = getattr(text, "attn_temperature_tuning", False)
 
     def read(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Parameter, ...]:
@@ -44,19 +59,16 @@ def facts_of_model(
             Parameter(name, tuple(p.shape), p.requires_grad, kind_of[p]) for name, p in named
         )
 
-    def cut(name: str, style: str) -> Cut:
-        rows, columns = cast(nn.Linear, model.get_submodule(name)).weight.shape
-        return Cut(f"{name}.weight", (rows, columns), CUTS[style]["weight"])
-
     return ModelFacts(
         kind=model.config.model_type,
         path=path,
         positions=traits.number(text, "max_position_embeddings"),
         n_layers=len(layers),
         numbers_of_heads=tuple(traits.numbers_of_heads(model)),
-        numbers_of_experts=tuple(sorted({shape[0] for shape in stacks})),
-        refusals=refusals,
-        has_layer_list=bool(list_of_layers(model)) and model.get_output_embeddings() is not None,
+        numbers_of_experts=tuple(sorted({shape[0] for shape in stacks} or experts)),
+        refusals=tuple(refusals),
+        layer_names=tuple(names[layer] for layer in layers),
+        layer_list=_layer_list(model, layers),
         recomputes=model.supports_gradient_checkpointing,
         keeps_state=bool(state_mixers(model)),
         chosen_keys=min((indexer.index_topk for indexer in indexers(model)), default=0),
@@ -65,10 +77,10 @@ def facts_of_model(
         scaled_from=getattr(text, "floor_scale", None) if is_scaled else None,
         takes_attention=model._can_set_attn_implementation(),
         has_placements=hasattr(_fsdp_common, "ShardPlacementResult"),
-        uncut=_uncut(model),
-        cut=tuple(cut(name, style) for name, style in cut_modules(model).items()),
+        uncut=_uncut(model, layers, cut),
+        cut=cut,
         heads=tuple(traits.heads(layer) for layer in text.per_layer_config),
-        has_experts=traits.has_experts(model),
+        has_experts=parts.has_experts(model),
         has_expert_plan=has_expert_plan(model),
         stacks=tuple(sorted({(shape[0], shape[-1]) for shape in stacks})),
         top_k=traits.top_k(model),
@@ -81,28 +93,54 @@ def facts_of_model(
         behind=read(others),
         is_tied=bool(model.all_tied_weights_keys),
         costs=(first, tuple(costs), last),
-        flops=_flops(model),
+        flops=flops,
+        uncounted=uncounted,
+        row_cost=cost_of(model),
     )
 
 
-def _flops(model: PreTrainedModel) -> Any:
+def _flops(model: PreTrainedModel) -> tuple[ModelFlops | None, str]:
     try:
-        return count_flops(model)
-    except NotCounted:
-        return None
+        return count_flops(model), ""
+    except NotCounted as reason:
+        return None, str(reason)
 
 
-def _uncut(model: PreTrainedModel) -> str:
+def _layer_list(model: PreTrainedModel, layers: list[nn.Module]) -> str:
+    """Return the name of the list of all layers, or an empty text; also where no head follows."""
+    if model.get_output_embeddings() is None:
+        return ""
+    lists = (each for each in model.named_modules() if isinstance(each[1], nn.ModuleList))
+    return next((name for name, module in lists if [*module.children()] == layers), "")
+
+
+def _cut(model: PreTrainedModel, layers: list[nn.Module]) -> Iterator[Cut]:
+    """Yield the linear modules of the layers that the architecture's plan cuts."""
+    plan = model._expand_parallel_plan(model.tp_plan) if _has_plan(model) else {}
+    inside = {module for layer in layers for module in layer.modules()}
+    for name, module in model.named_modules():
+        is_cut = plan.get(name) in _STYLES and isinstance(module, nn.Linear) and module in inside
+        # Shared experts are small, and run ahead on slices where other experts are spread.
+        if is_cut and "expert" not in name:
+            rows, columns = module.weight.shape
+            yield Cut(name, (rows, columns), _STYLES.index(plan[name]))
+
+
+def _has_plan(model: PreTrainedModel) -> bool:
+    return bool(model.tp_plan) and parts.has_new_transformers()
+
+
+def _uncut(model: PreTrainedModel, layers: list[nn.Module], cut: Iterable[Cut]) -> str:
     """Return why the architecture's plan does not cut all attention, or an empty text."""
     if not model.tp_plan:
         return "does not exist"
-    plan, cut = model._expand_parallel_plan(model.tp_plan), cut_modules(model)
-    inside = {module for layer in traits.decoder_layers(model) for module in layer.modules()}
+    plan, names = model._expand_parallel_plan(model.tp_plan), {each.module for each in cut}
+    inside = {module for layer in layers for module in layer.modules()}
     for name, module in model.named_modules():
-        is_left = module not in inside or "expert" in name or name in cut
+        is_left = module not in inside or "expert" in name or name in names
         if not is_left and plan.get(name, _REPLICATED) != _REPLICATED:
             return f"has the unknown rule {plan[name]} for {name}"
-    blocks = {model.get_submodule(name.rpartition(".")[0]) for name in cut}
+    blocks = {model.get_submodule(name.rpartition(".")[0]) for name in names}
     return "" if blocks.issuperset(attention_layers(model)) else "leaves attention whole"
 
 

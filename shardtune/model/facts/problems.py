@@ -10,10 +10,11 @@ import importlib.metadata
 from collections.abc import Iterator
 from math import gcd
 
-from shardtune.distributed.layout import Layout
+from shardtune.distributed.layout import Layout, leaves_empty_slices
 from shardtune.errors import divisors_text
 from shardtune.model.facts.facts import Facts, ModelFacts
-from shardtune.model.traits import has_new_transformers, leaves_empty_slices, not_trained
+from shardtune.model.parts import has_new_transformers
+from shardtune.model.traits import not_trained
 
 
 def problems(facts: Facts, layout: Layout) -> Iterator[str]:
@@ -130,7 +131,7 @@ def tensor_problems(facts: Facts, degree: int) -> Iterator[str]:
             return
     if undivided := [cut for cut in facts.cut if cut.shape[cut.dimension] % degree]:
         nearest = gcd(degree, *(cut.shape[cut.dimension] for cut in undivided))
-        named = f"{undivided[0].name} of {kind}, {[*undivided[0].shape]}"
+        named = f"{undivided[0].module}.weight of {kind}, {[*undivided[0].shape]}"
         yield f"{key} does not divide {named} - {instead}={nearest}"
 
 
@@ -146,6 +147,7 @@ def expert_problems(facts: Facts, degree: int, copies: int) -> Iterator[str]:
     if isinstance(facts, ModelFacts) and not (facts.has_expert_plan and stacks):
         lack = "no plan to spread its experts over ranks" if facts.has_experts else "no experts"
         yield f"{key}: {kind} has {lack} - use parallel.expert=1"
+        return
     for number in facts.numbers_of_experts:
         if number % degree:
             yield (
@@ -171,7 +173,7 @@ def _stage_problems(facts: Facts, layout: Layout) -> Iterator[str]:
     if 0 < layers < stages:
         fewer = [n for n in range(1, layers + 1) if layout.ranks % n == 0]
         yield f"{key}: {kind} has {layers} layers - use parallel.stages={fewer[-1]}"
-    elif isinstance(facts, ModelFacts) and not facts.has_layer_list:
+    elif isinstance(facts, ModelFacts) and not facts.layer_list:
         yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
     if isinstance(facts, ModelFacts) and layout.micro_batches < stages:
         yield (

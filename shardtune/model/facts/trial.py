@@ -6,15 +6,19 @@ matrices. Where no copy can be built, the trial on the weights decides alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
+import importlib.metadata
+import json
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Barrier, get_ident
 from typing import Any, cast
 
 import torch
+import xxhash
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -27,32 +31,63 @@ from shardtune.model.documents.attention_choice import (
     not_shared,
 )
 from shardtune.model.documents.attention_trial import ROUNDING, LogitsTrial, logits_distance
+from shardtune.model.facts.facts import Cut
 from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import tensor_problems
 from shardtune.model.source.small_copy import one_thread, small_copy
 from shardtune.model.stages import keep_stage
-from shardtune.model.tensor_parallel import CUTS, Sum, cut_modules, summed
-from shardtune.model.traits import decoder_layers
+from shardtune.model.tensor_parallel import CUTS, Sum, summed
+from shardtune.run_files import cache_folder
 
 _COPY_ROW = 128  # the longest row of a small copy
+_ASKED = ("stages", "context", "tensor", "attention", "packing")
 _IDS = torch.arange(1, 9).view(1, -1)
 
 
-@one_thread()
 def require_exact_copy(layout: Layout, model_config: PreTrainedConfig) -> None:
-    """Compare a small copy of the model with its parts.
+    """Compare a small copy of the model with its parts, once in all starts if they are equal.
 
     Raises:
         UserError: a token sees later ones; a packed document sees the one before it; ranks would
             share rows to which the model attends under a mask; or stages or halves of matrices
             give other logits than the whole.
     """
+    # The trial sees these fields alone, so that nothing else decides its result.
+    asked = {name: getattr(layout, name) for name in _ASKED}
+    # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
+    asked["max_length"] = min(layout.max_length, _COPY_ROW)
+    passed = cache_folder("trials") / _key(asked, model_config)
+    with contextlib.suppress(OSError):  # the user may not look there
+        if passed.exists():
+            return
+    if problems := _tried(Layout(1, **asked), model_config):
+        raise UserError(*problems)  # kept nowhere: a machine without memory may be the reason
+    with contextlib.suppress(OSError):  # without a cache each start tries again
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def _key(asked: dict[str, Any], model_config: PreTrainedConfig) -> str:
+    """Return a digest of everything that decides a trial's result."""
+    code = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    parts = [
+        [asked, model_config.to_json_string(use_diff=False)],
+        [file.read_text("utf-8") for file in code],
+        [importlib.metadata.version(name) for name in ("torch", "transformers")],
+        torch.backends.cpu.get_cpu_capability(),  # rounds in its own way
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+@one_thread()
+def _tried(layout: Layout, model_config: PreTrainedConfig) -> list[str]:
+    """Return every way in which a small copy and its parts are not what is trained."""
     whole = small_copy(model_config, layout.attention)
     if whole and _sees_ahead(whole):
-        raise UserError(
+        return [
             f"{whole.config.model_type} is not a causal language model: its tokens see those "
             "behind them - name a model that predicts the next token"
-        )
+        ]
     problems: list[str] = []
     if layout.stages > 1:
         problems += _in_stages(copy.deepcopy(whole), layout, model_config.model_type)
@@ -60,8 +95,7 @@ def require_exact_copy(layout: Layout, model_config: PreTrainedConfig) -> None:
         problems += _in_halves(copy.deepcopy(whole), layout)
     if whole and (layout.packing or layout.row_ranks > 1):
         problems += _documents(whole, layout)
-    if problems:
-        raise UserError(*problems)
+    return problems
 
 
 @torch.no_grad()
@@ -77,13 +111,10 @@ def _sees_ahead(whole: PreTrainedModel) -> bool:
 
 def _documents(whole: PreTrainedModel, layout: Layout) -> Iterator[str]:
     """Yield why documents of a row cannot be kept apart, or ranks not share it."""
-    # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
-    length = min(layout.max_length, _COPY_ROW)
-    layout = replace(layout, max_length=length, micro_batch_size=1)
     trial = LogitsTrial(whole, layout, torch.device("cpu"))
     try:
         # The data is not read yet, and may hold a document of a whole row.
-        attention = decide_attention(trial, length)
+        attention = decide_attention(trial, layout.max_length)
         leak = leak_under_mask(attention, trial)
     except Exception:  # as in `_sees_ahead`
         return
@@ -104,13 +135,15 @@ def _in_stages(whole: PreTrainedModel | None, layout: Layout, kind: str) -> Iter
     if whole is None or expected is None:
         yield f"{key}: no small copy of {kind} can be built to try in stages - use 1"
         return
-    cut = len(decoder_layers(whole)) // 2
+    facts = facts_of_model(whole)
+    cut = facts.n_layers // 2
     try:
         first, hidden = copy.deepcopy(whole), torch.float32
-        keep_stage(first, range(cut), is_first=True, is_last=False, dtype=hidden)
+        keep_stage(first, facts.layer_list, range(cut), is_first=True, is_last=False, dtype=hidden)
         first(input_ids=_IDS)
         last: Any = whole
-        keep_stage(last, range(cut, 2 * cut + 1), is_first=False, is_last=True, dtype=hidden)
+        behind = range(cut, facts.n_layers)
+        keep_stage(last, facts.layer_list, behind, is_first=False, is_last=True, dtype=hidden)
         last.get_input_embeddings().hidden = cast(Any, first.get_output_embeddings()).take()
         same = torch.allclose(last(input_ids=_IDS).logits, expected, rtol=1e-4, atol=1e-5)
     except Exception:
@@ -128,7 +161,8 @@ def _in_halves(whole: PreTrainedModel, layout: Layout) -> Iterator[str]:
 
     Such as an activation that looks at all hidden units.
     """
-    if any(tensor_problems(facts_of_model(whole), 2)):  # the model is refused by its shapes
+    facts = facts_of_model(whole)
+    if any(tensor_problems(facts, 2)):  # the model is refused by its shapes
         return
     barrier, parts = Barrier(2, timeout=60), dict[int, torch.Tensor]()
 
@@ -149,7 +183,7 @@ def _in_halves(whole: PreTrainedModel, layout: Layout) -> Iterator[str]:
     # Threads, since later layers may read the keys of earlier ones, and each half has its own.
     with ThreadPoolExecutor(2) as pool:
         try:
-            halves = [_half(whole.eval(), number, sum_of_halves) for number in range(2)]
+            halves = [_half(whole.eval(), facts.cut, n, sum_of_halves) for n in range(2)]
             close = partial(torch.allclose, logits(whole), rtol=1e-4, atol=1e-5)
             is_same = all(map(close, pool.map(logits, halves)))
         except Exception:  # such as a view for all heads
@@ -162,14 +196,14 @@ def _in_halves(whole: PreTrainedModel, layout: Layout) -> Iterator[str]:
         )
 
 
-def _half(model: PreTrainedModel, number: int, total: Sum) -> PreTrainedModel:
+def _half(model: PreTrainedModel, cut: Iterable[Cut], number: int, total: Sum) -> PreTrainedModel:
     """Return a copy with one half of each matrix that is cut. `total` adds up both halves'."""
     half = copy.deepcopy(model)
-    for name, style in cut_modules(half).items():
+    for name, _, side in cut:
         module: Any = half.get_submodule(name)
-        for key, dimension in CUTS[style].items():
+        for key, dimension in CUTS[side].items():
             if (whole := module._parameters.get(key)) is not None:
                 module._parameters[key] = nn.Parameter(whole.chunk(2, dimension)[number])
-        if style == "rowwise":
+        if side == 1:
             module.forward = partial(summed, module, module.forward, total)
     return half

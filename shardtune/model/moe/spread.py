@@ -26,10 +26,11 @@ with contextlib.suppress(ImportError):  # transformers before 5.23
 
 from torch.distributed.tensor import DTensor, Shard
 
+from shardtune.distributed.layout import leaves_empty_slices
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.model.moe.token_exchange import ExpertExchange, SharedExperts
-from shardtune.model.traits import has_new_transformers, is_factor, is_stack, leaves_empty_slices
+from shardtune.model.parts import has_new_transformers, is_factor, is_stack
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' names
@@ -92,6 +93,11 @@ def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
 def is_spread(parameter: torch.Tensor) -> bool:
     """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
     return "expert" in _dimensions(parameter)
+
+
+def is_whole_stack(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a stack of experts that FSDP2 alone shards."""
+    return is_stack(parameter) and not is_spread(parameter)
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -16,16 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shardtune.model.moe.spread import stacked_experts
-from shardtune.model.traits import decoder_layers, is_stack
+from shardtune.model.parts import is_stack
 
 
-def tile_layers(model: PreTrainedModel, tiles: int) -> None:
+def tile_layers(model: PreTrainedModel, layers: list[nn.Module], tiles: int) -> None:
     """Let the experts and dense MLPs of all layers run on their tokens in `tiles` parts."""
     module: Any
     for _, module, _ in stacked_experts(model):
         module.tiles = tiles
         module.forward = _tiled(module.forward, tiles, dim=0)
-    for layer in decoder_layers(model):
+    for layer in layers:
         for module in filter(_is_mlp, layer.modules()):
             module.forward = _tiled(module.forward, tiles, dim=-2)
 

@@ -33,10 +33,10 @@ from transformers.distributed import DistributedConfig
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
+from shardtune.model.parts import FACTORS
 from shardtune.model.source.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
 from shardtune.model.source.text_model import drop_towers
 from shardtune.model.source.weight_files import stored_tensors
-from shardtune.model.traits import FACTORS
 from shardtune.units import duration, gb
 
 _PIECE_BYTES = 8 << 20  # one read of a thread

@@ -18,7 +18,7 @@ from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes, host_inputs_bytes
 from shardtune.training.states.host_states import PIECE, PIECES
 from shardtune.training.states.reshard import ReshardPolicy
-from shardtune.training.states.state_bytes import StateBytes
+from shardtune.training.states.sharded_optimizer import StateBytes
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from shardtune.model.source.files import model_folder, read_model_config
 from shardtune.model.source.quantised import describe_quantised, quantised_problems
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weight_problems
-from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.run_length import run_length
 from shardtune.planner.command.options import NIC_GBPS, card_of_options, read_run_config
@@ -37,7 +36,7 @@ from shardtune.planner.command.text import (
 )
 from shardtune.planner.make_plan import bound_plan, make_plan
 from shardtune.planner.mesh import ADAPTERS, as_arguments, launch_command, with_values
-from shardtune.planner.plan import Plan
+from shardtune.planner.plan import Estimate, Plan
 from shardtune.planner.search import Say, Search, silent
 from shardtune.planner.simulation.extrapolate import Simulations
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from shardtune.config import Config
 from shardtune.errors import DoesNotFit
-from shardtune.planner.arithmetic.estimate import Estimate
 from shardtune.planner.arithmetic.run_length import run_length
 from shardtune.planner.command.options import read_run_config
 from shardtune.planner.command.plan_command import (
@@ -30,7 +29,7 @@ from shardtune.planner.command.text import (
 )
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.mesh import ADAPTERS, as_arguments, mesh_arguments, value_of, with_values
-from shardtune.planner.plan import Plan
+from shardtune.planner.plan import Estimate, Plan
 from shardtune.planner.search import Say, Search
 from shardtune.planner.simulation.at_once import in_turn
 from shardtune.planner.simulation.extrapolate import Known, Simulations

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.cards import CARDS
-from shardtune.planner.arithmetic.estimate import TIGHT_BYTES, Estimate
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause
 from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
 from shardtune.planner.arithmetic.run_length import RunLength
 from shardtune.planner.arithmetic.storage import Storage
 from shardtune.planner.command.options import OF_CARD
 from shardtune.planner.mesh import as_arguments
-from shardtune.planner.plan import Plan
+from shardtune.planner.plan import TIGHT_BYTES, Estimate, Plan
 from shardtune.units import duration, gb
 
 TIGHT = f"less than {TIGHT_BYTES / 1e9:g} GB are left, and published runs took up to 9% more"

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardtune.config import Config
-from shardtune.distributed.world import World
+from shardtune.distributed.layout import Layout
 from shardtune.model.build import read_facts
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.source.small_copy import with_layers
@@ -38,11 +38,11 @@ class Simulations:
         self._measured: Known = {}
         self._facts: dict[str, ModelFacts] = {}  # by the adapters
 
-    def facts(self, config: Config, world: World) -> ModelFacts:
+    def facts(self, config: Config, layout: Layout) -> ModelFacts:
         """Read the facts of the model with its adapters, once."""
         adapters = config.lora.model_dump_json()
         if adapters not in self._facts:
-            self._facts[adapters] = read_facts(config, self.model_config, world)
+            self._facts[adapters] = read_facts(config, self.model_config, layout)
         return self._facts[adapters]
 
     def known(self) -> Known:
@@ -61,14 +61,14 @@ class Simulations:
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
         new = {key: cut for key, cut in steps.items() if key not in self._measured}
-        results = at_once([partial(self._simulate, cut) for cut in new.values()])
+        results = at_once([partial(self._simulate, cut, facts) for cut in new.values()])
         self._measured.update(zip(new, results, strict=True))
         short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
         return short if short is long else extrapolate(short, long, len(kinds))
 
-    def _simulate(self, step: Step) -> Measured:
+    def _simulate(self, step: Step, facts: ModelFacts) -> Measured:
         assert step.layers
-        return simulate(step, with_layers(self.model_config, step.layers.stop))
+        return simulate(step, with_layers(self.model_config, step.layers.stop), facts)
 
 
 def _key(step: Step) -> Hashable:

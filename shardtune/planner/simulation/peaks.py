@@ -15,8 +15,7 @@ from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes
 from shardtune.planner.simulation.simulate import Measured
 from shardtune.training.states.reshard import kept_bytes
-from shardtune.training.states.sharded_optimizer import ShardedOptimizer
-from shardtune.training.states.state_bytes import StateBytes
+from shardtune.training.states.sharded_optimizer import ShardedOptimizer, StateBytes
 
 _PASSES = ("evaluate", "forward", "backward")
 _COPIES_OF_GATHERED = 2  # FSDP's buffer, and the parameters that are copied out of it

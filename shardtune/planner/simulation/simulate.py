@@ -30,12 +30,17 @@ from shardtune.model.build import build_on_meta, run_as_on_gpus
 from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
 from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.head_exchange import heads_between
-from shardtune.model.documents.one_by_one import call_one_by_one, restore
-from shardtune.model.documents.state_layers import decays_by_head, state_mixers
+from shardtune.model.documents.one_by_one import (
+    call_one_by_one,
+    decays_by_head,
+    restore,
+    state_mixers,
+)
+from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
-from shardtune.model.traits import decoder_layers, top_k
+from shardtune.model.stages import layers_in
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause, Collective, Kernel, Peak
 from shardtune.planner.simulation.tracker import Tracker
 from shardtune.training.pipeline import Stage
@@ -124,21 +129,24 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
         dist.destroy_process_group()
 
 
-def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
+def simulate(step: Step, model_config: PreTrainedConfig, facts: ModelFacts) -> Measured:
     """Simulate an evaluation, and a step of max(3, stages + 1) micro-batches or all, if fewer.
 
     The first micro-batch finds no gradients, the second does, and the last reduces gradients that
     were kept. Further micro-batches are like the second. A pipeline has `stages` of them in flight.
+
+    `model_config`: that of the model of `facts`, or of its first layers alone.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
     """
     policy, world, layout = step.policy, step.world, step.world.layout
     tracker, device = Tracker(layout.is_gpu), world.device
-    model = build_on_meta(step.config, model_config, world, step.layers)
+    model = build_on_meta(step.config, model_config, facts, world, step.layers)
+    layers = layers_in(model, facts.layer_names)
     if layout.is_gpu:
         run_as_on_gpus(model, layout, _OtherMemory)
-    exchanged = partial(_exchanged, model, step)
+    exchanged = partial(_exchanged, facts.top_k, step)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
@@ -148,11 +156,11 @@ def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
         with tracker.following():
             attention = _decide(model, step, tracker, exchanged)
             if step.tiles > 1:
-                tile_layers(model, step.tiles)
+                tile_layers(model, layers, step.tiles)
             batch = full_batch(layout, attention.is_flat, device)
             shorten_rows(state_mixers(model))
             policy.keep_gathered(model)
-            _watch_layers(model, tracker)
+            _watch_layers(layers, tracker)
             tracker.read_by_host = exchanged(batch.input_ids.numel(), step.tiles)
             tracker.restart()  # the trials are no part of a step
             stage = Stage(model, owned, world)
@@ -166,8 +174,7 @@ def simulate(step: Step, model_config: PreTrainedConfig) -> Measured:
                 sent.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
-    layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention)
+    return Measured(len(layers), tracker.peaks, tracker.pools, traffic, kernels, attention)
 
 
 def _decide(
@@ -265,23 +272,21 @@ def full_batch(layout: Layout, is_flat: bool, device: torch.device) -> Batch:
     )
 
 
-def _exchanged(model: PreTrainedModel, step: Step, tokens: int, tiles: int) -> Iterator[int]:
+def _exchanged(top_k: int, step: Step, tokens: int, tiles: int) -> Iterator[int]:
     """Yield for each exchange the (token, expert) pairs sent to each rank, then those received."""
     ranks = step.world.layout.expert
     if ranks == 1:
         return iter(())
-    experts_per_token = top_k(model)
     numbers: list[int] = []
     for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
-        pairs = experts_per_token * len(tile)
+        pairs = top_k * len(tile)
         sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
         numbers += [*sent, *(round(step.imbalance * n) for n in sent)]
     return cycle(numbers)
 
 
-def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
+def _watch_layers(layers: list[nn.Module], tracker: Tracker) -> None:
     """Tell the tracker which layer runs, by a place that models of two depths share."""
-    layers = decoder_layers(model)
 
     def enter(place: int, *_: Any) -> None:
         tracker.enter(place)

@@ -6,13 +6,11 @@ import time
 from collections import deque
 from statistics import median
 
-from transformers import PreTrainedModel
-
 from shardtune.checkpoint import Saver
 from shardtune.config import Config
 from shardtune.log import logger
 from shardtune.metrics_schema import StepEntry
-from shardtune.model.flops import DevicePeak, MfuMeter
+from shardtune.model.flops import MfuMeter
 from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 from shardtune.units import gb
 
@@ -31,14 +29,11 @@ class StepLog(StepObserver):
     def __init__(
         self,
         metrics: Metrics,
-        model: PreTrainedModel,
+        mfu: MfuMeter,
         total_steps: int,
-        device_peak: DevicePeak,
-        ranks: int,
         saver: Saver,
     ) -> None:
-        self._metrics, self._total_steps, self._saver = metrics, total_steps, saver
-        self._mfu = MfuMeter(model, device_peak, ranks)
+        self._metrics, self._mfu, self._total_steps, self._saver = metrics, mfu, total_steps, saver
         # Seconds, tokens, and MFU x seconds of each step since the last line.
         self._unlogged: list[tuple[float, int, float]] = []
 

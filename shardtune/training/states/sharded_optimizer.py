@@ -1,4 +1,4 @@
-"""The optimizer of a run: applies an update rule to each rank's part of the weights.
+"""The optimizer of a run: applies an update rule to each rank's part of the weights, and its bytes.
 
 Values that are stored in fewer bits than float32 are rounded at random, up or down in proportion to
 the distance, so that they are right on average. Updates far below the spacing of stored values then
@@ -10,12 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from shardtune.distributed.compiling import compile_for_all_lengths
-from shardtune.distributed.tensors import first_indices, sharded_as, to_local
+from shardtune.distributed.layout import BYTES, Layout
+from shardtune.distributed.tensors import DTYPES, first_indices, sharded_as, to_local
+from shardtune.model.fsdp_groups import gathered_groups
 from shardtune.optimizers.rounding import code_tables, noise_keys
 from shardtune.optimizers.rules import State, UpdateRule
 from shardtune.training.states.host_states import HostStates, piece_rows
@@ -230,3 +235,49 @@ def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) ->
 @functools.cache
 def _column_numbers(begin: int, size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(begin, begin + size, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The bytes of this rank's parameters, of their gradients and of the optimizer's state.
+
+    With `optimizer.offload` the first three attributes count the device's part alone.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host_masters: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        return self.host_masters + self.host_gradients + self.host_optimizer
+
+    @property
+    def saved_optimizer(self) -> int:
+        """Return the bytes of the optimizer's state, on the device or in host memory."""
+        return self.optimizer + self.host_optimizer
+
+
+def state_bytes(model: PreTrainedModel, optimizer: ShardedOptimizer, layout: Layout) -> StateBytes:
+    """Compute the bytes of the state after the first step; nothing is allocated."""
+    trained, gradient_bytes = optimizer.trained, BYTES[layout.gradient_dtype]
+    gradients = sum(to_local(p).numel() for p in trained) * gradient_bytes
+    states = sum(chain(*map(optimizer.state_sizes, trained)))
+    parameters = sum(to_local(p).nbytes for p in model.parameters())
+    steps = 4 * len(trained)  # each parameter's `step` is a float32 scalar
+    if not layout.offloads:
+        return StateBytes(parameters, gradients, states + steps)
+    # A group's gradients leave the device while the next group's gradients are reduced.
+    groups = gathered_groups(model).values()
+    largest = max(sum(to_local(p).numel() for p in g if p.requires_grad) for g in groups)
+    master = DTYPES[layout.master_dtype]
+    masters = sum(to_local(p).numel() * master.itemsize for p in trained if p.dtype != master)
+    in_flight = 2 * largest * gradient_bytes
+    return StateBytes(parameters, in_flight, steps, masters, gradients, states)

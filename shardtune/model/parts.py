@@ -1,0 +1,59 @@
+"""Tell the parts of a model by the names and shapes in transformers' architectures.
+
+This file alone decides which parameters are stacks of experts or factors of adapters, and which
+modules are decoder layers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+if TYPE_CHECKING:  # a preflight asks for versions alone: torch's import takes seconds
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+FACTORS = ("lora_A", "lora_B")
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter, by its name."""
+    return name.endswith(FACTORS)
+
+
+def is_stack(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a matrix for each expert, the experts first."""
+    return parameter.dim() == 3
+
+
+def is_in_list(name: str) -> bool:
+    """Whether a name is that of a module or a parameter within a list of experts."""
+    return re.search(r"(^|\.)experts\.\d+\.", name) is not None
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any("expert" in name for name, _ in model.named_parameters())
+
+
+def met_numel(parameter: torch.Tensor, top_k: int) -> int:
+    """Return how many elements of a parameter a token is multiplied by."""
+    numel = parameter.numel()
+    return numel * top_k // parameter.shape[0] if is_stack(parameter) else numel
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses."""
+    # Mamba lists its mixers in `_no_split_modules`, too. They are within layers: leave them out.
+    names = set(model._no_split_modules or ())
+    named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+    inner = {m for layer in named for m in [*layer.modules()][1:]}
+    return [layer for layer in named if layer not in inner]
+
+
+def has_new_transformers() -> bool:
+    """Return whether the installed transformers has plans of experts and of cut matrices."""
+    return Version(importlib.metadata.version("transformers")).release >= (5, 23)
