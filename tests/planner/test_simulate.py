@@ -19,7 +19,7 @@ from shardtune.planner.make_plan import make_plan
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulation import extrapolate
 from shardtune.planner.simulation.extrapolate import Simulations, with_layers
-from shardtune.planner.simulation.simulate import Measured, Step, fake_world
+from shardtune.planner.simulation.simulate import Measured, Step, fake_world, simulate
 from shardtune.training.states.reshard import ReshardPolicy, kept_bytes
 
 POLICY = ReshardPolicy(0, False)
@@ -101,9 +101,10 @@ def test_a_row_of_a_table_measures_what_a_plan_does(monkeypatch):
 
     deep, config = with_layers(LLAMA, 16), configured("parallel.stages=2", "parallel.tensor=2")
     measured = []
-    with fake_world(Layout.of(config, 8), 8) as world:
+    with fake_world(Layout.of(config, 8), 8, stage=1) as world:
         step, facts = Step(config, POLICY, world), read_facts(config, deep, world.layout)
         for way in (extrapolate.at_once, in_order):
             monkeypatch.setattr(extrapolate, "at_once", way)
             measured.append(Simulations(deep).measure(step, facts))
-    assert measured[0] == measured[1]
+        whole = simulate(replace(step, layers=range(8, 16)), deep, facts)
+    assert measured[0] == measured[1] and measured[0].traffic == whole.traffic
