@@ -13,6 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
@@ -38,14 +39,15 @@ def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: C
     tokenizer = encoder.tokenizer
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
-    code = sorted(Path(__file__).parent.glob("*.py"))
+    code = sorted(Path(__file__).parent.rglob("*.py"))
+    facts = encoder.template.facts
     parts = [
         {name: [source.digest() for source in sources] for name, sources in sets.items()},
         [data.columns, data.roles, data.template_options],
         [data.loss_on, data.max_length, data.overflow, data.on_broken],
         [0.0 if data.eval else data.eval_fraction],
         [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
-        str(encoder.template.date) if encoder.template.uses_date else "",
+        [asdict(facts), str(encoder.template.date) if facts.adds_date else ""],
         [file.read_text("utf-8") for file in code],
         [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
     ]

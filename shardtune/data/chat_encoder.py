@@ -20,29 +20,27 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from shardtune.data.chat_template import ChatError, ChatTemplate, Tools
-from shardtune.data.conversation import Conversation, Turn
-from shardtune.data.messages import (
-    Message,
+from shardtune.data.chat_template import ChatError, ChatTemplate
+from shardtune.data.conversation import (
+    Conversation,
+    Record,
+    TokenRow,
     is_empty,
     train_flag,
-    with_one_text,
     without_flags,
 )
 from shardtune.data.outcomes import Note, Outcome
+from shardtune.data.rendered_chat import RenderedChat, Turn
 from shardtune.errors import UserError
 
 _MOST_VARIANTS = 64
 _EMPTY: Note = (Outcome.EMPTY_ANSWER, "")
 _EMPTY_QUESTION: Note = (Outcome.EMPTY_QUESTION, "")
-Record = dict[str, Any]
-Text = str | list[Message]
 Offsets = list[tuple[int, int]]
 
 
@@ -116,7 +114,7 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
 
 
 class ChatEncoder:
-    """Turns records, as `check_record` returns them, into token ids and their trained flags.
+    """Turns records into token ids and their trained flags.
 
     Keeps nothing between records and can be pickled.
 
@@ -126,8 +124,8 @@ class ChatEncoder:
             where there is none.
         loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (every token
             but the first of a sequence, special tokens included).
-        date: the date for templates that insert today's (`template.uses_date`), fixed so that the
-            same data gives the same tokens tomorrow.
+        date: the date for templates that insert today's, fixed so that the same data gives the
+            same tokens tomorrow.
         template_name: the template's name in messages.
         template_options: variables for the template.
 
@@ -185,41 +183,30 @@ class ChatEncoder:
         return self._variants[key]
 
     def encode(self, record: Record) -> EncodedRecord:
-        """Encode the used fields of a record, as `check_record` returns them.
+        """Encode a record.
 
         Raises:
-            RecordError: the record cannot be encoded exactly.
+            RecordError: it cannot be encoded exactly.
             UserError: it has messages and the tokenizer has no chat template.
         """
-        if "input_ids" in record:
-            return self.encode_tokens(record["input_ids"], record.get("loss_mask"))
-        if "text" in record:
-            return self.encode_text(record["text"])
-        tools = record.get("tools")
-        if "messages" in record:
-            return self.encode_messages(record["messages"], tools)
-        return self.encode_prompt_completion(record["prompt"], record["completion"], tools)
+        if isinstance(record, Conversation):
+            return self.part_encoder(record)(len(record.messages))
+        if isinstance(record, TokenRow):
+            return self._encode_tokens(record)
+        if record.prompt is None:
+            ids = self._with_bos(self._tokenize(record.text)[0])
+            return self._with_stop(ids, [True] * len(ids))
+        return self._encode_completion(record.prompt, record.text)
 
-    def encode_messages(
-        self, messages: list[Message], tools: Tools = None, first: int = 0
-    ) -> EncodedRecord:
-        """Encode a conversation, in which assistant turns before index `first` are context.
+    def part_encoder(self, conversation: Conversation) -> Callable[[int], EncodedRecord]:
+        """Return a function of `end` that encodes messages[:end] of a conversation.
 
-        A message's own flag, `train` or `weight`, decides before that and `loss_on`.
+        The turns to train are chosen from all messages. Each is rendered and verified once, however
+        often the function is called.
 
         Raises:
             ChatError: the template raises, or its text does not show what must be generated.
             UserError: the tokenizer has no chat template.
-        """
-        return self.part_encoder(messages, tools, first)(len(messages))
-
-    def part_encoder(
-        self, messages: list[Message], tools: Tools, first: int = 0
-    ) -> Callable[[int], EncodedRecord]:
-        """Return a function of `end` that encodes messages[:end].
-
-        The turns to train are chosen from all messages, as `encode_messages` says, which has the
-        errors too. Each turn is rendered and verified once, however often the function is called.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -228,23 +215,39 @@ class ChatEncoder:
                 "chat_template.jinja beside it, or write records with prompt and completion, or "
                 "text"
             )
-        notes: list[Note] = []
-        in_its_form = [self.template.in_its_form(message) for message in messages]
-        messages = [message for message, _ in in_its_form]
-        notes += [note for _, note in in_its_form if note]
-        has_parts = any(isinstance(message.get("content"), list) for message in messages)
-        if has_parts and self.template.takes_one_text:
-            messages = [*map(with_one_text, messages)]
-            notes.append((Outcome.PARTS_JOINED, ""))
-        if tools and not self.template.takes_bare_tools:
-            tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-        chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
-        assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        given, tools = conversation.messages, conversation.tools
+        messages, tools, notes = self.template.in_its_form(given, tools)
+        chat = RenderedChat(self.template, [without_flags(m) for m in messages], tools)
+        trained, untrained = self._choose_turns(conversation, notes)
+
+        def encode_part(end: int) -> EncodedRecord:
+            behind = [i for i in trained if i < end]
+            if self.loss_on == "all":
+                encoded = self._encode_all(chat, behind, [i for i in untrained if i < end], end)
+            else:
+                encoded = self._encode_turns(chat, behind, end)
+            empty = [_EMPTY for i in behind if is_empty(messages[i])]
+            asked = (m for m in messages[:end] if m["role"] == "user")
+            empty += [_EMPTY_QUESTION for message in asked if is_empty(message)]
+            of_all = notes if end == len(messages) else ()
+            return replace(encoded, notes=(*of_all, *encoded.notes, *empty))
+
+        return encode_part
+
+    def _choose_turns(
+        self, conversation: Conversation, notes: list[Note]
+    ) -> tuple[list[int], list[int]]:
+        """Return the turns that are trained, and those whose mark says that they are not.
+
+        Marks decide over `loss_on`.
+        """
+        messages = conversation.messages
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}
-        trained = [i for i in assistant if i >= first]
+        trained = [i for i in answers if i >= conversation.first]
         if self.loss_on == "last":
             trained = trained[-1:]
-        elif self.loss_on == "all" and (others := [i for i in flags if i not in assistant]):
+        elif self.loss_on == "all" and (others := [i for i in flags if i not in answers]):
             raise ChatError(
                 f"messages[{others[0]}] ({messages[others[0]]['role']}) is not to be trained, and "
                 "data.loss_on=all trains every message - remove its flag, or choose "
@@ -253,27 +256,14 @@ class ChatEncoder:
         if trained[:1] == [0] and self.loss_on != "all":  # no prompt leads to it: it is context
             trained = trained[1:]
             notes.append((Outcome.LEADING_ANSWER, ""))
-        marked = [i for i in assistant if flags.get(i) and i not in trained]
+        marked = [i for i in answers if flags.get(i) and i not in trained]
         notes += [(Outcome.TRAINED_BY_MARK, self.loss_on)] * len(marked)
-        trained = [i for i in assistant if flags.get(i, i in trained)]
-        untrained = [i for i in assistant if flags.get(i) is False]
-        encode = (
-            partial(self._encode_all, untrained) if self.loss_on == "all" else self._encode_turns
-        )
+        untrained = [i for i in answers if flags.get(i) is False]
+        return [i for i in answers if flags.get(i, i in trained)], untrained
 
-        def encode_part(end: int) -> EncodedRecord:
-            encoded = encode(chat, trained, end)
-            empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
-            asked = (m for m in messages[:end] if m["role"] == "user")
-            empty += [_EMPTY_QUESTION for message in asked if is_empty(message)]
-            of_all = notes if end == len(messages) else ()
-            return replace(encoded, notes=(*of_all, *encoded.notes, *empty))
-
-        return encode_part
-
-    def _encode_turns(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
+    def _encode_turns(self, chat: RenderedChat, trained: list[int], end: int) -> EncodedRecord:
         """Encode messages[:end], in which these turns are trained."""
-        turns = [chat.turn(i) for i in trained if i < end]
+        turns = [chat.turn(i) for i in trained]
         if not turns:
             return EncodedRecord([])
         is_last = turns[-1].index == end - 1
@@ -293,7 +283,7 @@ class ChatEncoder:
         return EncodedRecord(sequences, added, turns[-1].appended, apart, notes)
 
     def _encode_all(
-        self, untrained: list[int], chat: Conversation, trained: list[int], end: int
+        self, chat: RenderedChat, trained: list[int], untrained: list[int], end: int
     ) -> EncodedRecord:
         """Encode messages[:end]; every token is trained, except in the `untrained` turns."""
         if not end:
@@ -301,15 +291,14 @@ class ChatEncoder:
         messages, appended = chat.messages[:end], False
         text = chat.render(messages)
         if messages[-1]["role"] == "assistant":  # the stop token may have to be appended
-            last = Conversation(self.template, messages, chat.tools).turn(end - 1)
+            last = RenderedChat(self.template, messages, chat.tools).turn(end - 1)
             text, appended = last.text, last.appended
         for i in trained:
-            if i < end:
-                chat.require_texts(i, text)
-                chat.require_parts(i, messages)
+            chat.require_texts(i, text)
+            chat.require_parts(i, messages)
         ids, offsets = self._tokenize(text)
         flags = [t > 0 for t in range(len(ids))]
-        for i in (i for i in untrained if i < end):
+        for i in untrained:
             turn = chat.turn(i)
             if not text.startswith(turn.text[: turn.end]):
                 raise ChatError(
@@ -322,20 +311,15 @@ class ChatEncoder:
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
         return EncodedRecord([sequence], 0, appended, notes=notes)
 
-    def encode_prompt_completion(
-        self, prompt: Text, completion: Text, tools: Tools = None
-    ) -> EncodedRecord:
-        """Encode a prompt and its completion; the completion and one end token are trained.
+    def _encode_completion(self, prompt: str, completion: str) -> EncodedRecord:
+        """Encode two texts; the completion and one end token are trained.
 
-        A text as prompt has the tokens that the model gets at inference, with BOS, even where the
-        completion would merge into the last one; `loss_on=all` trains the prompt too. Two lists of
-        messages are one conversation, in which only the completion's turns are trained.
+        The prompt has the tokens that the model gets at inference, with BOS, even where the
+        completion would merge into the last one; `loss_on=all` trains it too.
 
         Raises:
-            ChatError: as `encode_messages`, or the tokenizer cannot begin a text as the completion.
+            ChatError: the tokenizer cannot begin a text as the completion.
         """
-        if not isinstance(prompt, str) or not isinstance(completion, str):
-            return self.encode_messages([*prompt, *completion], tools, first=len(prompt))
         self.template.require_closed("completion", completion)
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
@@ -344,30 +328,25 @@ class ChatEncoder:
         empty = [_EMPTY_QUESTION] * (not prompt.strip()) + [_EMPTY] * (not completion.strip())
         return replace(encoded, notes=tuple(empty)) if empty else encoded
 
-    def encode_tokens(self, ids: Sequence[int], loss_mask: Sequence[bool] | None) -> EncodedRecord:
-        """Encode tokens as they are; those of `loss_mask` are trained, or all with `loss_on=all`.
+    def _encode_tokens(self, row: TokenRow) -> EncodedRecord:
+        """Encode tokens as they are; those of its mask are trained, or all with `loss_on=all`.
 
         Raises:
             ChatError: nothing says which are trained, or the tokenizer has no such token.
         """
-        if loss_mask is None and self.loss_on != "all":
+        if row.loss_mask is None and self.loss_on != "all":
             raise ChatError(
                 "has input_ids without labels or loss_mask, which say what is trained - add one of "
                 "them, or write data.loss_on=all (for one source of several its loss_on: all) to "
                 "train every token"
             )
-        if (largest := max(ids)) > self._largest_id:
+        if (largest := max(row.input_ids)) > self._largest_id:
             raise ChatError(
                 f"has the token {largest}, and the largest one of the tokenizer is "
                 f"{self._largest_id} - use the tokenizer that wrote the data"
             )
-        trained = loss_mask or [True] * len(ids)
-        return EncodedRecord([EncodedSequence([*ids], [False, *trained[1:]])])
-
-    def encode_text(self, text: str) -> EncodedRecord:
-        """Encode a plain text, all trained, with the tokenizer's BOS and an eos, each once."""
-        ids = self._with_bos(self._tokenize(text)[0])
-        return self._with_stop(ids, [True] * len(ids))
+        trained = row.loss_mask or [True] * len(row.input_ids)
+        return EncodedRecord([EncodedSequence([*row.input_ids], [False, *trained[1:]])])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Prepend the tokenizer's BOS, unless `ids` begins with it, as a rendered text may."""

@@ -24,13 +24,8 @@ from shardtune.data.chat_template import TAKEN, taken_options
 from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config_json
-from shardtune.data.outcomes import (
-    TOO_LONG,
-    FirstRecord,
-    Outcome,
-    OutcomeCounts,
-)
-from shardtune.data.source_sums import SourceSums, nothing_held_out, problems_of
+from shardtune.data.outcomes import TOO_LONG, Outcome, RecordSums
+from shardtune.data.refusal import SourceSums, problems_of
 from shardtune.data.sources import Source, find_source, read_records, reading_progress
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
@@ -267,16 +262,11 @@ class _SetWriter:
         self._digests = {column: xxhash.xxh3_128() for column in _DIGESTED}
         if n_sources > 1:
             self._digests["source"] = xxhash.xxh3_128()
-        self.name, self.outcomes = f"data.{name}", OutcomeCounts()
-        self.first_records: dict[tuple[Outcome, str, str], FirstRecord] = {}
-        self.hashes = RecordHashes()
-        self.n_records = self.n_sequences = self.n_tokens = self.n_trained = self.longest = 0
+        self.sums, self.hashes = RecordSums(), RecordHashes()
+        self.n_tokens = self.n_trained = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
-        self.n_records += chunk.n_records
-        self.outcomes.update(chunk.outcomes)
-        self.first_records = chunk.first_records | self.first_records
-        self.longest = max(self.longest, chunk.longest)
+        self.sums.include(chunk)
         self.hashes.add(chunk.hashes)
         if not chunk.sequences:
             return
@@ -299,42 +289,34 @@ class _SetWriter:
             # names of sources and numbers of records.
             if column in self._digests:
                 self._digests[column].update(values)
-        self.n_sequences += len(lengths)
         self.n_tokens += int(lengths.sum())
         self.n_trained += int(sum(columns["trained_counts"]))
 
     def digest(self) -> str:
         return " ".join(digest.hexdigest() for digest in self._digests.values())
 
-    def lines(self) -> list[str]:
-        """Return a line of totals, and one for each outcome of records."""
+    def lines(self) -> dict[str, int | None]:
+        """Return a line of totals, and one for each outcome with the index of its first record.
+
+        Outcomes have what a reader of them would look for, and a warning if most tokens are context
+        that is repeated.
+        """
+        sums = self.sums
         totals = (
-            f"{self.n_records} records in {self.n_sequences} sequences, {self.n_tokens} tokens, "
+            f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens, "
             f"{self.n_trained} of them trained"
         )
-        return [f"{self.name}: {line}" for line in (totals, *self._outcome_lines().values())]
-
-    def _outcome_lines(self) -> dict[tuple[Outcome, str], str]:
-        """Return the lines of `outcomes`, with what a reader of them would look for.
-
-        Warn if most tokens are repeated context.
-        """
-        lines = self.outcomes.lines()
-        for outcome, detail in lines:
+        lines: dict[str, int | None] = {totals: None}
+        for (outcome, detail), line in sums.outcomes.lines().items():
+            first = sums.first_records[outcome, detail, ""]
             if outcome in TOO_LONG:
-                lines[outcome, detail] += f" | data.max_length={self.longest} holds all"
+                line += f" | data.max_length={sums.longest} holds all"
             if outcome in (Outcome.EMPTY_QUESTION, Outcome.EMPTY_ANSWER):
-                place = self.first_records[outcome, detail, ""].place
-                lines[outcome, detail] += f" | first: {place} - write it, or leave such records out"
-        for key in ((Outcome.TURNS_APART, ""), (Outcome.LONGER_PROMPT, "")):
-            if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
-                lines[key] = f"WARNING: {lines[key]} - data.loss_on=last trains the last one alone"
+                line += f" | first: {first.place} - write it, or leave such records out"
+            if 2 * sums.outcomes[outcome, detail, "tokens added"] > self.n_tokens:
+                line = f"WARNING: {line} - data.loss_on=last trains the last one alone"
+            lines[line] = first.record
         return lines
-
-    def examples(self) -> dict[str, int]:
-        """Return the index of the first record of each line about an outcome."""
-        lines = self._outcome_lines().items()
-        return {f"{self.name}: {line}": self.first_records[*key, ""].record for key, line in lines}
 
 
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
@@ -344,8 +326,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         UserError: broken records, no record, nothing to train.
     """
     data = tokenizer.data
-    holds_out = data.eval is None and data.eval_fraction > 0
-    names = [*sets, "eval"] if holds_out else list(sets)
+    names = [*sets, "eval"] if data.eval is None and data.eval_fraction else list(sets)
     writers = {name: _SetWriter(folder, name, len(sets.get(name, ()))) for name in names}
     sources = {
         (name, i): source for name, of_set in sets.items() for i, source in enumerate(of_set)
@@ -362,46 +343,35 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
                 n_done = sum(each.n_bytes for each in sums.values())
                 n_read = sum(each.n_read for each in sums.values())
                 logger.info(f"Data: {reading_progress(sources.values(), n_read, n_done)}")
-    outcomes = (writer.outcomes for writer in writers.values())
-    problems = problems_of(data, sources, sums, outcomes)
-    if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
-        spec = sources["train", 0].spec
-        n_read = sum(each.n_records for each in sums.values())
-        counts = held_out.n_records, held_out.outcomes, held_out.longest
-        problems = [nothing_held_out(data, spec, n_read, *counts)]
-    if problems:
+    of_sets = {name: writer.sums for name, writer in writers.items()}
+    if problems := problems_of(data, sources, sums, of_sets):
         raise UserError(*problems)
-    digests = " ".join(writer.digest() for writer in writers.values())
-    unread = _unread_options(tokenizer.encoder, sets.get("train", ()))
-    leaks = describe_leaks({name: writer.hashes for name, writer in writers.items()})
-    warnings: dict[str, int | None] = {**leaks}
+    # Each line, and if it is about records of data.train, the index of the first of these.
+    said: dict[str, int | None] = dict.fromkeys(_unread_options(tokenizer, sets["train"]))
+    for name, writer in writers.items():
+        for line, record in writer.lines().items():
+            said[f"data.{name}: {line}"] = record if name == "train" else None
+    for key, source in sources.items():
+        said |= dict.fromkeys(source.lines(sums[key].n_read, sums[key].files))
+    said |= describe_leaks({name: writer.hashes for name, writer in writers.items()})
     for key, source in sources.items():
         for line, record in sums[key].dropped_lines().items():
-            warnings[f"{source.key}: {line}"] = record if key[0] == "train" else None
+            said[f"{source.key}: {line}"] = record if key[0] == "train" else None
+    digests = " ".join(writer.digest() for writer in writers.values())
     meta = {
         "sets": names,
-        "lines": [
-            *(f"data.template_options: WARNING: {line}" for line in unread),
-            *(line for writer in writers.values() for line in writer.lines()),
-            *(
-                line
-                for key, source in sources.items()
-                for line in source.lines(sums[key].n_read, sums[key].files)
-            ),
-            *warnings,
-        ],
-        "examples": writers["train"].examples()
-        | {line: record for line, record in warnings.items() if record is not None},
+        "lines": [*said],
+        "examples": {line: record for line, record in said.items() if record is not None},
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
 
 
-def _unread_options(encoder: ChatEncoder, sources: Iterable[Source]) -> Iterator[str]:
+def _unread_options(tokenizer: ChunkTokenizer, sources: Iterable[Source]) -> Iterator[str]:
     """Yield a sentence for each option that the template does not read."""
-    for option in encoder.template.unread_options:
-        yield f"the chat template does not read {option}"
+    template, told = tokenizer.encoder.template, "data.template_options: WARNING: the chat template"
+    for option in template.unread_of(tokenizer.data.template_options):
+        yield f"{told} does not read {option}"
     for source in sources:
-        template = encoder.template.with_options(source.template_options)
         for option in template.unread_of(source.template_options):
-            yield f"the chat template does not read {option} of {source.key}"
+            yield f"{told} does not read {option} of {source.key}"

@@ -1,14 +1,45 @@
-"""Outcomes of records on their way to sequences, and the lines of the log that count them."""
+"""What becomes of records: why one cannot be used, and what the log counts of the others."""
 
 from __future__ import annotations
 
-import re
-import shlex
+import json
+import reprlib
 from collections import Counter
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-NAMED_PROBLEMS = 10
+
+class RecordError(ValueError):
+    """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line.
+
+    `kind`: the problem without the values of this record, alike for all records of one shape.
+    """
+
+    def __init__(self, problem: str, kind: str = "") -> None:
+        super().__init__(problem, kind)
+        self.problem, self.kind = problem, kind or problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class FileError(RecordError):
+    """No further record of a file can be used, so that none of them is merely left out."""
+
+
+class _ShortRepr(reprlib.Repr):
+    """Shortens values as reprlib does, but shows null, true and false as the data writes them."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        return json.dumps(x) if x is None or x is True or x is False else super().repr1(x, level)
+
+
+def require(condition: object, where: str, value: Any, remedy: str) -> None:
+    """Raise RecordError where a value does not meet its condition."""
+    if not condition:
+        problem = f"{where} is {_ShortRepr().repr(value)} - write {remedy}"
+        raise RecordError(problem, kind=f"{where} - {remedy}")
 
 
 def shown_name(field: str) -> str:
@@ -127,6 +158,29 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
         return lines
 
 
+@dataclass
+class RecordSums:
+    """Sums over records that are not broken, of a chunk, a source or a set.
+
+    `longest`: tokens of the longest sequence before it is cut. `first_records`: the first record of
+    each of `outcomes`.
+    """
+
+    n_records: int = 0  # with those that are untrained and dropped
+    n_sequences: int = 0
+    longest: int = 0
+    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
+    first_records: dict[tuple[Outcome, str, str], FirstRecord] = field(default_factory=dict)
+
+    def include(self, later: RecordSums) -> None:
+        """Add the sums over records behind these."""
+        self.n_records += later.n_records
+        self.n_sequences += later.n_sequences
+        self.longest = max(self.longest, later.longest)
+        self.outcomes.update(later.outcomes)
+        self.first_records = later.first_records | self.first_records
+
+
 class BrokenRecord(NamedTuple):
     """Why a record cannot be used. `ends_file`: the rest of its file cannot be used either.
 
@@ -138,40 +192,3 @@ class BrokenRecord(NamedTuple):
     problem: str
     ends_file: bool
     kind: str
-
-
-class BrokenRecords:
-    """The broken records of a source, folded by the kinds of their problems."""
-
-    def __init__(self) -> None:
-        self.count, self.end_files = 0, False
-        self._places: list[str] = []
-        self._firsts: dict[str, BrokenRecord] = {}
-        self._alike: Counter[str] = Counter()
-
-    def add(self, broken: BrokenRecord) -> None:
-        self.count += 1
-        self.end_files |= broken.ends_file
-        if len(self._places) <= NAMED_PROBLEMS:
-            self._places.append(broken.place)
-        kind = re.sub(r"\d+|'[^']*'|(?<=]) \([^)]*\)", "0", broken.kind)  # (its role)
-        if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:
-            self._firsts.setdefault(kind, broken)
-            self._alike[kind] += 1
-
-    def removal(self) -> str:
-        """Return a command to leave these lines out, or "" if many or not of one .jsonl."""
-        files, numbers = zip(*(place.rpartition(":")[::2] for place in self._places), strict=True)
-        is_one = len(set(files)) == 1 and files[0].endswith((".jsonl", ".ndjson"))
-        if not is_one or self.count > NAMED_PROBLEMS:
-            return ""
-        lines = ";".join(f"{number}d" for number in numbers)
-        return f" (sed '{lines}' {shlex.quote(files[0])} > NEW.jsonl)"
-
-    def lines(self) -> dict[str, int]:
-        """Return a line for each of the first kinds, with the index of its first record."""
-        lines = {}
-        for kind, first in self._firsts.items():
-            more = f" (and {n} more like it)" if (n := self._alike[kind] - 1) else ""
-            lines[f"{first.place}: {first.problem}{more}"] = first.record
-        return lines

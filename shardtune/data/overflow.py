@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtune.config import DataConfig
-from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord, Record
-from shardtune.data.chat_template import Tools
-from shardtune.data.messages import Message
-from shardtune.data.outcomes import Outcome, OutcomeCounts
-from shardtune.data.record_error import RecordError
+from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
+from shardtune.data.conversation import Conversation, Record
+from shardtune.data.outcomes import Outcome, OutcomeCounts, RecordError
 
 _OUTCOMES = {
     "turns": Outcome.SPLIT,  # texts alone: conversations have lost turns already
@@ -35,17 +33,17 @@ def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> Enc
     Raises:
         RecordError, UserError: as `ChatEncoder.encode`.
     """
-    if data.overflow == "turns" and "messages" in record:
-        tools = record.get("tools")
-        return leading_turns(encoder, record["messages"], tools, data.max_length)
+    keeps_turns = data.overflow == "turns"
+    if keeps_turns and isinstance(record, Conversation) and not record.first:
+        return leading_turns(encoder, record, data.max_length)
     encoded = encoder.encode(record)
-    if data.overflow == "turns" and "prompt" in record and not encoded.fits(data.max_length):
+    if keeps_turns and "prompt" in record.content and not encoded.fits(data.max_length):
         return EncodedRecord([], notes=encoded.notes, too_long=encoded.sequences)
     return encoded
 
 
 def leading_turns(
-    encoder: ChatEncoder, messages: list[Message], tools: Tools, max_length: int
+    encoder: ChatEncoder, conversation: Conversation, max_length: int
 ) -> EncodedRecord:
     """Encode a conversation, or its leading messages: the most that fit and end with an answer.
 
@@ -55,7 +53,7 @@ def leading_turns(
     Raises:
         RecordError, UserError: as `ChatEncoder.encode`.
     """
-    encode = encoder.part_encoder(messages, tools)
+    encode, messages = encoder.part_encoder(conversation), conversation.messages
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     end = len(messages)
     encoded = whole = encode(end)

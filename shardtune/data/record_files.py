@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import pyarrow.parquet
 
+from shardtune.data.conversation import without_nulls
+from shardtune.data.forms import forms_of, has_turns
+from shardtune.data.forms.columns import list_of_records, read_fields
 from shardtune.data.hub import datasets_library
-from shardtune.data.messages import without_nulls
+from shardtune.data.outcomes import FileError, RecordError
 from shardtune.data.paths import COMPRESSIONS, kind_of
-from shardtune.data.record_error import FileError, RecordError
-from shardtune.data.records import forms_of, has_turns, list_of_records, read_fields
 from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 

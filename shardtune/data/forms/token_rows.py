@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from shardtune.data.outcomes import Note, Outcome
-from shardtune.data.record_error import RecordError, require
+from shardtune.data.conversation import TokenRow
+from shardtune.data.forms.turns import Roles, parsed
+from shardtune.data.outcomes import Note, Outcome, RecordError, require
 
+FIELDS = ("input_ids",)
 TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained
-BESIDE_TOKENS = (*TRAINED_TOKENS, "attention_mask", "position_ids")
-# Names of other tools for where the documents of a packed row begin.
-_OF_PACKED_ROWS = {"seq_lengths", "seq_lens", "sequence_lengths", "seq_start_id", "cu_seqlens"}
-_OF_PACKED_ROWS |= {"cu_seq_lens_q", "segment_ids", "document_ids", "doc_ids", "sequence_ids"}
+BESIDE = (*TRAINED_TOKENS, "attention_mask", "position_ids")
+# Names of other tools for loss_mask, and for where the documents of a packed row begin.
+MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
+PACKED = {"seq_lengths", "seq_lens", "sequence_lengths", "seq_start_id", "cu_seqlens"}
+PACKED |= {"cu_seq_lens_q", "segment_ids", "document_ids", "doc_ids", "sequence_ids"}
 _UNTRAINED = -100  # in labels, as transformers has them
 
 
-def require_one_document(unread: Iterable[str]) -> None:
-    """Raise RecordError where a field of a row of tokens says that it has several documents."""
-    if name := next((name for name in unread if name in _OF_PACKED_ROWS), None):
-        raise RecordError(
-            f"has {name}, so the row may hold several documents, which would attend to one "
-            "another - write a record for each: data.packing packs them"
-        )
-
-
-def read_token_row(columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
-    """Return `input_ids` without padding, and a `loss_mask` of booleans if a field says it.
-
-    They are tuples: lists in a record are messages. `columns`: those of BESIDE_TOKENS that the
-    record has, and `input_ids`.
-
-    Raises:
-        RecordError: a field has a value that it may not have, or that contradicts another one.
-    """
+def read(fields: dict[str, Any], roles: Roles, notes: list[Note]) -> TokenRow:
+    """Return the tokens without padding; a field that contradicts another one is refused."""
+    columns = {n: parsed(n, fields[n]) for n in (*FIELDS, *BESIDE) if n in fields}
     ids = columns["input_ids"]
     for name, column in columns.items():
         require(column and isinstance(column, list), name, column, "a list, a number for a token")
@@ -65,16 +53,16 @@ def read_token_row(columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[Not
         for i in range(begin, end):
             if not is_right(i, column[i]):
                 require(False, f"{name}[{i}]", column[i], remedy)
-    record: dict[str, Any] = {"input_ids": tuple(ids[begin:end])}
     flags = [
         tuple(
-            value != _UNTRAINED if name == "labels" else value == 1 for value in column[begin:end]
+            value != _UNTRAINED if name == "labels" else value == 1
+            for value in columns[name][begin:end]
         )
-        for name, column in columns.items()
-        if name in TRAINED_TOKENS
+        for name in TRAINED_TOKENS
+        if name in columns
     ]
-    if flags:
-        record["loss_mask"] = flags[0]
     if flags and flags[0][1:] != flags[-1][1:]:  # nothing predicts the first token
         raise RecordError("labels and loss_mask contradict each other - keep one of them")
-    return record, [(Outcome.PADDING_CUT, "")] if end - begin < len(ids) else []
+    if end - begin < len(ids):
+        notes.append((Outcome.PADDING_CUT, ""))
+    return TokenRow(tuple(ids[begin:end]), flags[0] if flags else None)
