@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from shardtune.__main__ import run
 from shardtune.config_io import load_config, write_config
-from shardtune.data.inspect_data import picture
 from shardtune.data.schedule import Cost, Position, Schedule
+from shardtune.report.inspect_data import picture
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
