@@ -21,13 +21,15 @@ from shardtune.data.conversation import (
     Tools,
     message_texts,
     tool_function,
-    with_arguments_as_text,
-    with_one_text,
-    with_wrapped_calls,
-    without_thinking_parts,
 )
 from shardtune.data.outcomes import Note, Outcome, RecordError
-from shardtune.data.template_facts import STAND_INS, TemplateFacts, find_facts
+from shardtune.data.template_facts import (
+    STAND_INS,
+    TemplateFacts,
+    find_facts,
+    with_arguments_as_text,
+    with_wrapped_calls,
+)
 
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 # Every template gets these. A check shows whether it writes them, except the id, which ties an
@@ -269,3 +271,19 @@ def _date_macro(date: datetime.date) -> str:
         " | replace('\\0', '%') }}"
         "{% endfor %}{% endmacro +%}"
     )
+
+
+def with_one_text(message: Message) -> Message:
+    """Copy a message with its text parts joined, as templates that read parts join them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "".join(part.get("text", "") for part in content)}
+
+
+def without_thinking_parts(message: Message) -> Message:
+    """Copy a message with its parts of thinking as `reasoning_content` beside the others."""
+    parts = message["content"]
+    thoughts = [part["thinking"] for part in parts if "thinking" in part]
+    texts = [part for part in parts if "thinking" not in part]
+    return message | {"content": texts, "reasoning_content": "\n".join(thoughts)}

@@ -5,26 +5,26 @@ chat_encoder.py explains the derivation.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from shardtune.data.chat_template import ChatError, ChatTemplate
+from shardtune.data.chat_template import ChatError, ChatTemplate, with_one_text
 from shardtune.data.conversation import (
-    MARK,
     REASONING_KEYS,
     Message,
     Tools,
     contains,
-    first_missing,
-    holds_a_line,
+    message_texts,
     normalize,
-    stop_count,
     tool_function,
-    with_marks,
-    with_one_text,
-    with_tags,
 )
 from shardtune.data.outcomes import Note, Outcome
 from shardtune.data.template_facts import NEXT_TEXT
+
+_MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes them
+_TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RenderedChat:
             )
         end = self._end_of_turn(i, text, generated)
         appended = "" if end else self._missing_stop(i, text)
-        if first_missing(self.messages[i], normalize(generated)):
+        if _first_missing(self.messages[i], normalize(generated)):
             # The turn's text may begin within the prompt, where both open <think>.
             plain = self.render(before)
             in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
@@ -171,9 +171,11 @@ class RenderedChat:
 
         None if a mark after these texts changes the rest of the rendering.
         """
-        marked = self.render([*messages[:i], with_marks(messages[i]), *messages[i + 1 :]], prompted)
-        is_same = MARK in marked and marked.replace(MARK, "") == text
-        return marked.rpartition(MARK)[2] if is_same else None
+        marked = self.render(
+            [*messages[:i], _with_marks(messages[i]), *messages[i + 1 :]], prompted
+        )
+        is_same = _MARK in marked and marked.replace(_MARK, "") == text
+        return marked.rpartition(_MARK)[2] if is_same else None
 
     def _end_of_turn(self, i: int, text: str, generated: str) -> int | None:
         """Return the end in `generated` of the stop token that ends turn i; None if none does."""
@@ -188,7 +190,7 @@ class RenderedChat:
                 )
             end = max(0, len(generated) - len(after))
             found = len(self.template.stop.findall(generated, 0, end))
-            if found > stop_count(self.template.stop, self.messages[i]):
+            if found > _stop_count(self.template.stop, self.messages[i]):
                 raise ChatError(
                     f"{self.template.name} writes the stop token {stop[0]!r} inside messages[{i}] "
                     "(assistant), where generation would end - "
@@ -228,14 +230,14 @@ class RenderedChat:
 
     def require_texts(self, i: int, text: str) -> None:
         """Raise ChatError when `text` lacks a text of message i."""
-        self._refuse_missing(i, first_missing(self.messages[i], normalize(text)))
+        self._refuse_missing(i, _first_missing(self.messages[i], normalize(text)))
 
     def require_parts(self, i: int, messages: list[Message]) -> None:
         """Raise ChatError when the rendering of `messages` lacks a part of message i.
 
         Each part gets a tag, so that equal text elsewhere does not count as the part.
         """
-        tagged, parts = with_tags(messages[i])
+        tagged, parts = _with_tags(messages[i])
         if set(parts.values()) <= {"text"}:
             return
         try:
@@ -274,13 +276,91 @@ class RenderedChat:
                     "give the content of a message as one text"
                 )
             is_context = role != "assistant" or message is self.messages[0]
-            if is_context and (missing := first_missing(message, normalized)):
+            if is_context and (missing := _first_missing(message, normalized)):
                 article = "an" if role == "assistant" else "a"
                 notes.append((Outcome.LEFT_OUT, f"{missing} of {article} {role} message"))
-                if missing == "text" and not holds_a_line(message, normalized):
+                if missing == "text" and not _holds_a_line(message, normalized):
                     notes[-1] = Outcome.LOST, f"messages[{i}] ({role})"
-            if role == "assistant" and stop_count(self.template.stop, message):
+            if role == "assistant" and _stop_count(self.template.stop, message):
                 notes.append((Outcome.STOP_IN_TEXT, ""))
         if any(str(tool_function(tool).get("name")) not in text for tool in self.tools or []):
             notes.append((Outcome.LEFT_OUT, "tools"))
         return list(dict.fromkeys(notes))
+
+
+def _stop_count(stop: re.Pattern[str], message: Message) -> int:
+    """Count the stop tokens in the texts of a message."""
+    texts = (value for _, value in message_texts(message) if isinstance(value, str))
+    return sum(len(stop.findall(text)) for text in texts)
+
+
+def _first_missing(message: Message, normalized: str) -> str | None:
+    """Return the description of the first text of a message that a normalized text lacks."""
+    times: Counter[tuple[type, Any]] = Counter()  # two equal calls must be there twice
+    for description, value in message_texts(message):
+        times[type(value), value] += 1
+        if not contains(normalized, value, times[type(value), value]):
+            return description
+    return None
+
+
+def _holds_a_line(message: Message, normalized: str) -> bool:
+    """Whether a normalized text has any line of a message's texts."""
+    texts = (str(value) for description, value in message_texts(message) if description == "text")
+    lines = (normalize(line) for text in texts for line in text.splitlines())
+    return any(line and line in normalized for line in lines)
+
+
+def _with_marks(value: Any, mark: str = _MARK, everything: bool = False) -> Any:
+    """Copy a message with a mark at the end of each text.
+
+    Roles, names and types stay as they are, unless `everything` is marked.
+    """
+    if isinstance(value, dict):
+        return {
+            key: _with_marks(inner, mark, everything or key == "arguments")
+            if everything or key in _TEXT_KEYS
+            else inner
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_with_marks(inner, mark, everything) for inner in value]
+    if not isinstance(value, str) or not value.strip():
+        return value  # templates often write nothing for an empty text
+    body = value.rstrip()  # a template that trims still trims
+    return body + mark + value[len(body) :]
+
+
+def _with_tags(message: Message) -> tuple[Message, dict[str, str]]:
+    """Copy a message with a mark of its own in each part; also return the parts by their marks.
+
+    The parts are content, reasoning, and the name and the arguments of each tool call, where they
+    are not empty.
+    """
+    parts: dict[str, str] = {}
+
+    def tagged(value: Any, part: str) -> Any:
+        tag = f"Qq{len(parts)}Tag{len(parts)}qQ"
+        marked = _with_marks(value, tag, everything=isinstance(value, dict))
+        if isinstance(value, dict) and value:
+            marked[_MARK] = tag  # the values may all be numbers, and only the keys be written
+        if marked != value:
+            parts[tag] = part
+        return marked
+
+    def tagged_call(call: dict[str, Any]) -> dict[str, Any]:
+        function = tool_function(call)
+        name, arguments = function["name"], function.get("arguments")
+        copy = function | {"name": tagged(name, "name of a tool call")}
+        if arguments:
+            copy["arguments"] = tagged(arguments, f"arguments of tool call {name!r}")
+        return call | ({"function": copy} if "function" in call else copy)
+
+    result = dict(message)
+    if "content" in message:
+        result["content"] = tagged(message["content"], "text")
+    if keys := [key for key in REASONING_KEYS if message.get(key)]:
+        result |= dict.fromkeys(keys, tagged(message[keys[0]], "reasoning"))
+    if message.get("tool_calls"):
+        result["tool_calls"] = [tagged_call(call) for call in message["tool_calls"]]
+    return result, parts

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from shardtune.data.conversation import (
-    REASONING_KEYS,
-    Message,
-    contains,
-    normalize,
-    with_arguments_as_text,
-    with_wrapped_calls,
-)
+from shardtune.data.conversation import REASONING_KEYS, Message, contains, normalize, tool_function
 
 NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
 # Roles that other tools write, each with the roles that replace it where the template has none.
@@ -181,3 +175,25 @@ def _ends_answers(probe: Probe, stop: re.Pattern[str]) -> str:
         if stop.search(probe(_Q, answer, *more).rpartition(NEXT_TEXT)[2]):
             return where
     return "never"
+
+
+def with_wrapped_calls(message: Message) -> Message:
+    """Copy a message whose tool calls all stand under `function`."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = {key: call[key] for key in ("name", "arguments") if key in call}
+        others = {key: call[key] for key in call.keys() - function.keys()}
+        is_bare = "function" not in call
+        calls.append({"type": "function", **others, "function": function} if is_bare else call)
+    return message | {"tool_calls": calls}
+
+
+def with_arguments_as_text(message: Message) -> Message:
+    """Copy a message whose tool calls have their arguments as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = tool_function(call)
+        text = json.dumps(function["arguments"], ensure_ascii=False, default=str)
+        as_text = function | {"arguments": text}
+        calls.append(call | {"function": as_text} if "function" in call else as_text)
+    return message | {"tool_calls": calls}
