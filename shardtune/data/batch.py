@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from shardtune.data.dataset import TokenDataset
-from shardtune.data.prompts import UnfinishedTexts
+
+class Sequences(Protocol):
+    """Sequences by their number: token ids int64 [length], and which are trained, bool [length]."""
+
+    lengths: np.ndarray  # tokens of each
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def slice_lengths(tokens: int, ranks: int) -> list[int]:
 
 
 def build_batch(
-    dataset: TokenDataset | UnfinishedTexts,
+    dataset: Sequences,
     sequences: list[int],
     is_flat: bool,
     share: tuple[int, int] = (0, 1),

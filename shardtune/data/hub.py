@@ -1,4 +1,4 @@
-"""The hub of models and datasets, or its cache alone where the hub cannot be reached."""
+"""Models and datasets by name: the hub, its cache where it cannot be reached, their libraries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from types import ModuleType
 
 from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, get_session
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from shardtune.errors import UserError, first_line
 
 _TIMEOUT_S = 5
+# Names that models have for a type of transformers. Any other is refused: its code may differ.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 @functools.cache
@@ -52,3 +55,17 @@ def datasets_library() -> ModuleType:
     if are_progress_bars_disabled():
         datasets.disable_progress_bars()
     return datasets
+
+
+def read_config_json(path: str) -> PreTrainedConfig:
+    """Read a config.json, also one that has a name of its own for a type of transformers.
+
+    Raises ValueError where transformers knows neither.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except ValueError:
+        given, _ = PreTrainedConfig.get_config_dict(path)
+        if not (kind := _SAME_AS.get(given.get("model_type", ""))):
+            raise
+        return CONFIG_MAPPING[kind].from_dict(given | {"model_type": kind}, name_or_path=path)
