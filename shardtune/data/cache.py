@@ -33,8 +33,7 @@ def cache_root() -> Path:
 def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
     """Return a digest of everything that an entry depends on, 32 hexadecimal digits.
 
-    Raises:
-        UserError: a data file cannot be read.
+    Raises UserError where a data file cannot be read.
     """
     tokenizer = encoder.tokenizer
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -86,8 +85,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
     The new files replace those of an existing entry. These are equal, since the key decides every
     byte, or damaged. A process that maps an old file keeps it.
 
-    Raises:
-        OSError: the cache cannot be written.
+    Raises OSError where the cache cannot be written.
     """
     folder = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
     try:

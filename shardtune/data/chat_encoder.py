@@ -1,16 +1,15 @@
-"""The trained tokens of a record are those that the model must generate, with the stop token.
+"""The trained tokens of a record are those that the model must generate, with the stop token."""
 
-At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
-must then write T = what the template writes after that prompt for the turn, through the stop
-token. So the text of a trained turn is P + T, with T trained. A conversation fits into one
-sequence when its rendering begins with P + T of every trained turn. Where it does not (the template
-rewrites earlier turns), each turn is a sequence of its own.
-
-Contents are never searched for: they may be trimmed, repeated, or hold template markup. T is found
-because the rendering begins with P, its end because only stop tokens follow. Otherwise the
-conversation is rendered again with marks at the end of a message's texts, which count only if the
-rendering is the same without them. A turn that cannot be verified is refused with a `ChatError`.
-"""
+# At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
+# must then write T = what the template writes after that prompt for the turn, through the stop
+# token. So the text of a trained turn is P + T, with T trained. A conversation fits into one
+# sequence when its rendering begins with P + T of every trained turn. Where it does not (the
+# template rewrites earlier turns), each turn is a sequence of its own.
+#
+# Contents are never searched for: they may be trimmed, repeated, or hold template markup. T is
+# found because the rendering begins with P, its end because only stop tokens follow. Otherwise the
+# conversation is rendered again with marks at the end of a message's texts, which count only if
+# the rendering is the same without them. A turn that cannot be verified is refused.
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -58,33 +58,23 @@ class TrainedTurn:
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """One sequence before packing; `input_ids` and `trained` have one entry a token.
-
-    `trained[i]`: the loss counts token i as a target; never the first token, which nothing
-    predicts. `turns`: in their order; a plain text has none.
-    """
+    """One sequence before packing; `input_ids` and `trained` have one entry a token."""
 
     input_ids: list[int]
-    trained: list[bool]
-    turns: list[TrainedTurn] = field(default_factory=list)
+    trained: list[bool]  # as targets of the loss; never the first token, which nothing predicts
+    turns: list[TrainedTurn] = field(default_factory=list)  # a plain text has none
 
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """The sequences of one record, in the order of their turns; none if it trains nothing.
-
-    `apart`: why its turns do not stand in one rendering of the whole conversation. `added_tokens`:
-    the number of tokens beyond that rendering.
-    `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
-    its other outcomes, with details. `too_long`: the sequences of the whole record,
-    if it did not fit and `sequences` hold its leading turns alone.
-    """
+    """The sequences of one record, in the order of their turns; none if it trains nothing."""
 
     sequences: list[EncodedSequence]
-    added_tokens: int = 0
-    appended_stop: bool = False
-    apart: Outcome | None = None
-    notes: tuple[Note, ...] = ()
+    added_tokens: int = 0  # beyond one rendering of the whole conversation
+    appended_stop: bool = False  # which the rendering of the last turn lacks
+    apart: Outcome | None = None  # why its turns do not stand in one rendering
+    notes: tuple[Note, ...] = ()  # its other outcomes
+    # Of the whole record, if it did not fit and `sequences` hold its leading turns alone.
     too_long: list[EncodedSequence] = field(default_factory=list)
 
     def fits(self, max_length: int) -> bool:
@@ -96,10 +86,7 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
     """Return the ids that end a turn: the tokenizer's eos, then the model's `eos_token_id`s.
 
     The model's ids are in the generation config or, where that names none, in the model's config.
-    `model_path` is a local directory or a hub id.
-
-    Raises:
-        OSError: the generation config cannot be read.
+    Raises OSError where the generation config cannot be read.
     """
     try:
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
@@ -114,23 +101,17 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
 
 
 class ChatEncoder:
-    """Turns records into token ids and their trained flags.
-
-    Keeps nothing between records and can be pickled.
+    """Turns records into token ids and their trained flags. It can be pickled.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
         stop_token_ids: the tokens at which generation stops, first the eos, which is appended
-            where there is none.
-        loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (every token
-            but the first of a sequence, special tokens included).
-        date: the date for templates that insert today's, fixed so that the same data gives the
-            same tokens tomorrow.
-        template_name: the template's name in messages.
-        template_options: variables for the template.
-
-    Raises:
-        UserError: the tokenizer has no stop token.
+            where there is none. UserError if the tokenizer has none of them.
+        loss_on: `data.loss_on`; `all` means every token but the first of a sequence.
+        date: the date for templates that insert today's: the same data gives the same tokens
+            tomorrow.
+        name: the template's, in messages.
+        options: variables for the template.
     """
 
     def __init__(
@@ -139,22 +120,18 @@ class ChatEncoder:
         stop_token_ids: Collection[int],
         loss_on: str,
         date: datetime.date,
-        template_name: str = "the chat template",
-        template_options: Mapping[str, Any] | None = None,
+        name: str = "the chat template",
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids}
         # A text cannot hold an id that the tokenizer cannot write (a padded vocabulary).
         texts = {i: text for i, text in texts.items() if text}
         if not texts:
-            raise UserError(
-                "the tokenizer has no stop token - set its eos_token or the eos_token_id in "
-                "the model's generation_config.json"
-            )
+            remedy = "set its eos_token, or eos_token_id in the model's generation_config.json"
+            raise UserError(f"the tokenizer has no stop token - {remedy}")
         self.tokenizer, self.loss_on = tokenizer, loss_on
         self.stop_token_ids = list(texts)
-        self.template = ChatTemplate(
-            tokenizer, template_name, date, list(texts.values()), template_options or {}
-        )
+        self.template = ChatTemplate(tokenizer, name, date, list(texts.values()), options)
         self._variants: dict[str, ChatEncoder] = {}
         self._added_ids = set(tokenizer.get_added_vocab().values())
         self._largest_id = max(tokenizer.get_vocab().values())
@@ -166,8 +143,7 @@ class ChatEncoder:
     def variant(self, loss_on: str, options: Mapping[str, Any]) -> ChatEncoder:
         """Return an encoder with another `loss_on`, and with more options for the template.
 
-        Raises:
-            RecordError: the template gets one of these options from elsewhere.
+        Raises RecordError where the template gets one of these from elsewhere.
         """
         if not options and loss_on == self.loss_on:
             return self
@@ -183,12 +159,7 @@ class ChatEncoder:
         return self._variants[key]
 
     def encode(self, record: Record) -> EncodedRecord:
-        """Encode a record.
-
-        Raises:
-            RecordError: it cannot be encoded exactly.
-            UserError: it has messages and the tokenizer has no chat template.
-        """
+        """Encode a record. Raises RecordError where it cannot be encoded exactly."""
         if isinstance(record, Conversation):
             return self.part_encoder(record)(len(record.messages))
         if isinstance(record, TokenRow):
@@ -201,19 +172,14 @@ class ChatEncoder:
     def part_encoder(self, conversation: Conversation) -> Callable[[int], EncodedRecord]:
         """Return a function of `end` that encodes messages[:end] of a conversation.
 
-        The turns to train are chosen from all messages. Each is rendered and verified once, however
-        often the function is called.
-
-        Raises:
-            ChatError: the template raises, or its text does not show what must be generated.
-            UserError: the tokenizer has no chat template.
+        The turns to train are chosen from all messages, each is verified once. Raises ChatError
+        where their text does not show what must be generated, UserError without a chat template.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"the data has messages, and the tokenizer of {self.tokenizer.name_or_path} has no "
-                "chat template - use an instruction-tuned model's tokenizer, put a "
-                "chat_template.jinja beside it, or write records with prompt and completion, or "
-                "text"
+                "chat template - use that of an instruction-tuned model, name a file with one in "
+                "data.chat_template, or write records with prompt and completion, or text"
             )
         given, tools = conversation.messages, conversation.tools
         messages, tools, notes = self.template.in_its_form(given, tools)
@@ -250,8 +216,7 @@ class ChatEncoder:
         elif self.loss_on == "all" and (others := [i for i in flags if i not in answers]):
             raise ChatError(
                 f"messages[{others[0]}] ({messages[others[0]]['role']}) is not to be trained, and "
-                "data.loss_on=all trains every message - remove its flag, or choose "
-                "data.loss_on=assistant"
+                "data.loss_on=all trains every message - remove its flag, or choose another"
             )
         if trained[:1] == [0] and self.loss_on != "all":  # no prompt leads to it: it is context
             trained = trained[1:]
@@ -316,9 +281,6 @@ class ChatEncoder:
 
         The prompt has the tokens that the model gets at inference, with BOS, even where the
         completion would merge into the last one; `loss_on=all` trains it too.
-
-        Raises:
-            ChatError: the tokenizer cannot begin a text as the completion.
         """
         self.template.require_closed("completion", completion)
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
@@ -329,16 +291,11 @@ class ChatEncoder:
         return replace(encoded, notes=tuple(empty)) if empty else encoded
 
     def _encode_tokens(self, row: TokenRow) -> EncodedRecord:
-        """Encode tokens as they are; those of its mask are trained, or all with `loss_on=all`.
-
-        Raises:
-            ChatError: nothing says which are trained, or the tokenizer has no such token.
-        """
+        """Encode tokens as they are; those of its mask are trained, or all with `loss_on=all`."""
         if row.loss_mask is None and self.loss_on != "all":
             raise ChatError(
-                "has input_ids without labels or loss_mask, which say what is trained - add one of "
-                "them, or write data.loss_on=all (for one source of several its loss_on: all) to "
-                "train every token"
+                "has input_ids without labels or loss_mask, which say what is trained - add one, "
+                "or train every token by data.loss_on=all, or loss_on: all of the source"
             )
         if (largest := max(row.input_ids)) > self._largest_id:
             raise ChatError(

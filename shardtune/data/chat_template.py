@@ -52,12 +52,8 @@ class ChatError(RecordError):
 class ChatTemplate:
     """A tokenizer's chat template, which may be several by purpose, and the stop tokens.
 
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        name: the template's name in messages to users.
-        date: the date that templates get which insert today's.
-        stop_texts: the texts of the stop tokens, first the one to append.
-        options: variables for the template, such as `enable_thinking`.
+    `date`: for templates that insert today's. `stop_texts`: the texts of the stop tokens, first the
+    one to append. `options`: variables for the template, such as `enable_thinking`.
     """
 
     def __init__(
@@ -68,8 +64,8 @@ class ChatTemplate:
         stop_texts: Sequence[str],
         options: Mapping[str, Any],
     ) -> None:
-        self.options = dict(options)
-        self.tokenizer, self.name, self.date, self.eos_text = tokenizer, name, date, stop_texts[0]
+        self.tokenizer, self.name, self.date, self.options = tokenizer, name, date, dict(options)
+        self.eos_text = stop_texts[0]
         longest_first = sorted(stop_texts, key=len, reverse=True)
         alternatives = "|".join(re.escape(text) for text in longest_first)
         self.stop = re.compile(alternatives)
@@ -123,12 +119,11 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(message["role"] for message in messages[-4:])
+            raised = f"raises {type(error).__name__}"
             raise ChatError(
-                f"{self.name} raises {type(error).__name__} on {len(messages)} messages "
-                f"(... {roles}): {error} - "
-                'change the messages to what it supports ("" for a content of null), '
-                "or use another template",
-                kind=f"raises {type(error).__name__}: {str(error).partition(':')[0]}",
+                f"{self.name} {raised} on {len(messages)} messages (... {roles}): {error} - change "
+                'them to what it supports ("" for a content of null), or use another template',
+                kind=f"{raised}: {str(error).partition(':')[0]}",
             ) from error
         return text
 
@@ -149,10 +144,8 @@ class ChatTemplate:
     def _in_its_form(self, message: Message, notes: list[Note]) -> Message:
         given = (key for key in _OF_A_TURN if message.get(key, "[]") not in (None, "", "[]", []))
         if lost := next((key for key in given if key not in self.mentioned), None):
-            raise ChatError(
-                f"a message has {lost}, which {self.name} does not read - write calls as "
-                "tool_calls, and tools beside messages"
-            )
+            said = f"a message has {lost}, which {self.name} does not read"
+            raise ChatError(f"{said} - write calls as tool_calls, and tools beside messages")
         role, content = message["role"], message.get("content")
         has_thinking = isinstance(content, list) and any("thinking" in part for part in content)
         if has_thinking and not self.facts.takes_thinking_parts:
@@ -186,16 +179,11 @@ class ChatTemplate:
         """Raise ChatError where an answer opens a thought and does not close it."""
         thought = self.opened_thought(text)
         if thought and thought[1] not in text:
-            raise ChatError(
-                f"{where} opens {thought[0]} and does not close it: its thought was cut off - "
-                "leave such records out"
-            )
+            said = f"{where} opens {thought[0]} and does not close it: its thought was cut off"
+            raise ChatError(f"{said} - leave such records out")
 
     def rendered_already(self, record: Record) -> Iterator[Note]:
-        """Yield a note for texts and tools of the record that a template has rendered before.
-
-        A rendered text may be meant as it is. In a message, the template would write its own too.
-        """
+        """Yield a note for texts and tools of the record that a template has rendered before."""
         if isinstance(record, Text):
             is_text = record.prompt is None
             if token := self.token_in([record.prompt or "", record.text]):

@@ -25,7 +25,7 @@ from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem, read_config_json
 from shardtune.data.outcomes import TOO_LONG, Outcome, RecordSums
 from shardtune.data.refusal import SourceSums, problems_of
-from shardtune.data.sources import Source, find_source, read_records, reading_progress
+from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger, node_logger
@@ -45,22 +45,17 @@ _LOG_EVERY_S = 10.0
 
 
 class TokenDataset:
-    """The sequences of one set, memory-mapped.
-
-    `lengths`, `trained_counts`: int32 [sequences], tokens and trained tokens of each. `record`:
-    int64 [sequences], the index of its record in the set, ascending. `source`: uint16 [sequences],
-    the index of its source, ascending, too.
-    """
+    """The sequences of one set, memory-mapped."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        columns = {
-            column: np.memmap(folder / f"{name}.{column}", dtype, mode="r").view(np.ndarray)
+        columns = (
+            np.memmap(folder / f"{name}.{column}", dtype, mode="r").view(np.ndarray)
             for column, dtype in _COLUMNS.items()
-        }
-        self._tokens, self._trained = columns["tokens"], columns["trained"]
-        self._starts = columns["starts"]
-        self.record, self.source = columns["record"], columns["source"]
-        self.lengths, self.trained_counts = columns["lengths"], columns["trained_counts"]
+        )
+        self._tokens, self._trained, self._starts, *others = columns
+        # Of each sequence: its tokens, its trained tokens, and the indices of its record and of its
+        # source in the set, both ascending.
+        self.lengths, self.trained_counts, self.record, self.source = others
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -77,11 +72,7 @@ class TokenDataset:
         return sorted({int(i) for part in parts for i in np.unique(part[np.isin(part, ids)])})
 
     def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return copies of token ids int64 [length] and trained flags bool [length].
-
-        Raises:
-            IndexError: no such sequence.
-        """
+        """Return copies of token ids int64 [length] and trained flags bool [length]."""
         start = self._starts[i]
         stop = start + self.lengths[i]
         return self._tokens[start:stop].astype(np.int64), self._trained[start:stop].copy()
@@ -89,16 +80,12 @@ class TokenDataset:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`.
-
-    `lines`: sentences for the user. `key`: a digest of the tokens and trained flags, and nothing
-    else. `examples`: of lines about records of `data.train`, the index of the first such record.
-    """
+    """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`."""
 
     sets: dict[str, TokenDataset]
-    lines: list[str]
-    key: str
-    examples: dict[str, int]
+    lines: list[str]  # sentences for the user
+    key: str  # a digest of the tokens and trained flags, and nothing else
+    examples: dict[str, int]  # of lines about records of data.train, the first such record
 
     @property
     def train(self) -> TokenDataset:
@@ -124,8 +111,7 @@ class PreparedData:
         if found := [i for tokens in self.sets.values() for i in tokens.present(unknown)]:
             raise UserError(
                 f"the data has the token {found[0]} ({tokenizer.convert_ids_to_tokens(found[0])!r})"
-                f" and the model a vocabulary of {vocabulary} - "
-                "use the tokenizer that belongs to the model"
+                f" and the model a vocabulary of {vocabulary} - use the model's own tokenizer"
             )
 
 
@@ -139,9 +125,8 @@ def added_tokens(tokenizer: Any) -> list[int]:
 def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> ChatEncoder:
     """Return the encoder of a model's tokenizer; templates that print today's date get `date`.
 
-    Raises:
-        UserError: there is no tokenizer, its stop tokens are unknown, or `data.template_options`
-            has a name that is not the user's.
+    Raises UserError where there is no tokenizer, its stop tokens are unknown, or
+    `data.template_options` has a name that is not the user's.
     """
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
@@ -192,17 +177,12 @@ def read_chat_template(path: str) -> str:
 def find_sources(data: DataConfig) -> dict[str, list[Source]]:
     """Return the sources of each set that `data` names.
 
-    Raises:
-        UserError: with a problem for each source that is not there.
+    Raises UserError with a problem for each source that is not there.
     """
     found = all_of(*(partial(find_source, key, spec) for key, spec in data.paths.items()))
+    own = {"loss_on", "max_records", "template_options"}
     train = [
-        replace(
-            source,
-            loss_on=options.loss_on,
-            max_records=options.max_records,
-            template_options=options.template_options,
-        )
+        replace(source, **options.model_dump(include=own))
         for source, options in zip(found, data.train_sources.values(), strict=False)
     ]
     evaluated = {source.key.removeprefix("data."): [source] for source in found[len(train) :]}
@@ -218,9 +198,8 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     One process per node calls this, and the others trust its verdict. Large data starts worker
     processes, which import the main module anew.
 
-    Raises:
-        UserError: no such source, broken records (ten are named), nothing to train, or the cache
-            cannot be written.
+    Raises UserError for sources, broken records (ten are named), nothing to train, or a cache that
+    cannot be written.
     """
     started = time.monotonic()
     sets = find_sources(data)
@@ -321,8 +300,7 @@ class _SetWriter:
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
     """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`.
 
-    Raises:
-        UserError: broken records, no record, nothing to train.
+    Raises UserError for broken records, no record, nothing to train.
     """
     data = tokenizer.data
     names = [*sets, "eval"] if data.eval is None and data.eval_fraction else list(sets)
@@ -330,6 +308,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     sources = {
         (name, i): source for name, of_set in sets.items() for i, source in enumerate(of_set)
     }
+    n_bytes = max(1, sum(source.n_bytes for source in sources.values()))
     logged_at = time.monotonic()
     sums = {key: SourceSums() for key in sources}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
@@ -339,9 +318,9 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
             sums[chunk.set_name, chunk.source].add(chunk)
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at = time.monotonic()
-                n_done = sum(each.n_bytes for each in sums.values())
                 n_read = sum(each.n_read for each in sums.values())
-                logger.info(f"Data: {reading_progress(sources.values(), n_read, n_done)}")
+                done = sum(each.n_bytes for each in sums.values()) / n_bytes
+                logger.info(f"Data: {n_read:,} records read, {done:.0%} of the files")
     of_sets = {name: writer.sums for name, writer in writers.items()}
     if problems := problems_of(data, sources, sums, of_sets):
         raise UserError(*problems)

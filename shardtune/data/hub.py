@@ -41,8 +41,7 @@ def datasets_library() -> ModuleType:
 
     Its import takes a third of a second, for which runs of JSON need not wait.
 
-    Raises:
-        UserError: it is not installed.
+    Raises UserError where it is not installed.
     """
     try:
         import datasets

@@ -48,33 +48,22 @@ def shown_name(field: str) -> str:
 
 
 class Outcome(Enum):
-    """An outcome of a record: its sentence in the log, and whether the sentence is a warning.
-
-    `{}` in the sentence is replaced by a detail, such as a name.
-    """
+    """An outcome of a record: its sentence in the log, with a detail for `{}`; whether it warns."""
 
     NULLS = "{} with null in place of a value, read as if it were not there"
     FOREIGN_FORM = "records in the form of {}"
     UNREAD_FIELD = "records with the field {}, which nothing reads"
     UNREAD_MEDIA = "records with the field {}, of which nothing is trained but the text", True
     MEDIA_TAG = "records with {} in their text, which is trained as text", True
-    RENDERED_TEXT = (
-        "texts that hold {} of the chat template, so rendered already: all of them is trained, the "
-        "questions too, where messages would train the answers",
-        True,
-    )
-    RENDERED_PROMPT = (
-        "prompts or completions that hold {} of the chat template, so rendered already: the "
-        "completions alone are trained"
-    )
+    RENDERED_TEXT = "texts rendered already, by {}: all is trained, the questions too", True
+    RENDERED_PROMPT = "prompts or completions rendered already, by {}: the latter are trained"
     RENDERED_MESSAGE = (
-        "conversations that hold {} of the chat template in their texts: right where they speak of "
-        "it, else give the messages as they were before a template rendered them",
+        "conversations that hold {} of the chat template: right where they speak of it, else give "
+        "the messages as they were before a template rendered them",
         True,
     )
     RENDERED_TOOLS = (
-        "conversations whose tools stand in the system text, so rendered already, and in tools: "
-        "the chat template writes them twice",
+        "conversations whose tools stand in the system text and in tools: they are written twice",
         True,
     )
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
@@ -88,21 +77,16 @@ class Outcome(Enum):
     LOST = "the chat template leaves out the whole text of {}", True
     STAND_IN = "messages of the role {}, as the chat template does not write it"
     STOP_IN_TEXT = "an assistant turn holds the text of a stop token: generation would end there"
-    ARGUMENTS_AS_TEXT = (
-        "tool calls whose arguments the chat template gets as JSON text: it takes no objects"
-    )
+    ARGUMENTS_AS_TEXT = "tool calls whose arguments the chat template gets as JSON text"
     EMPTY_QUESTION = "questions without a text", True
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
     EMPTY_THOUGHT = "answers that train an empty thought"
-    EMPTY_THOUGHT_BUT = (
-        "answers that train an empty thought; data.template_options={} puts it into the prompt"
-    )
+    EMPTY_THOUGHT_BUT = "answers that train an empty thought, but for data.template_options={}"
     UNREAD_OPTION = "records with the option {}, which the chat template does not read", True
     UNTRAINED = "records without a token to train, dropped", True
     END_APPENDED = "records to which the end token was appended"
     LONGER_PROMPT = (
-        "records whose answers stand behind the generation prompt of inference, of which the "
-        "template's text leaves out a part: a sequence per turn"
+        "records whose generation prompt of inference has more than the text: a sequence per turn"
     )
     TURNS_APART = "records whose earlier turns the template rewrites: a sequence per turn"
     # The detail of these is data.max_length; overflow.py chooses among them.
@@ -117,13 +101,7 @@ class Outcome(Enum):
 
 
 Note = tuple[Outcome, str]  # what happened to a record, and its detail
-TOO_LONG = (
-    Outcome.CUT_BEHIND_A_TURN,
-    Outcome.TRUNCATED,
-    Outcome.SPLIT,
-    Outcome.PARTLY_DROPPED,
-    Outcome.DROPPED,
-)
+TOO_LONG = [outcome for outcome in Outcome if "longer than data.max_length" in outcome.sentence]
 
 
 class FirstRecord(NamedTuple):
@@ -134,10 +112,7 @@ class FirstRecord(NamedTuple):
 
 
 class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
-    """How often each outcome happened, by its detail, and the sum of each of its effects.
-
-    The third part of a key is the effect, or "" for the number of records.
-    """
+    """How often each outcome happened, by its detail; effect "": the number of its records."""
 
     def add(self, outcome: Outcome, detail: str = "", records: int = 1, **effects: int) -> None:
         self[outcome, detail, ""] += records
@@ -145,10 +120,7 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
             self[outcome, detail, effect.replace("_", " ")] += count
 
     def lines(self, warning: str = "WARNING: ") -> dict[tuple[Outcome, str], str]:
-        """Return a line for each outcome, in the order of their first records, with its effects.
-
-        `warning`: the prefix of an outcome that warns.
-        """
+        """Return a line for each outcome, in the order of their first records, with its effects."""
         lines: dict[tuple[Outcome, str], str] = {}
         for (outcome, detail, effect), count in self.items():
             if count:
@@ -160,15 +132,11 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
 
 @dataclass
 class RecordSums:
-    """Sums over records that are not broken, of a chunk, a source or a set.
-
-    `longest`: tokens of the longest sequence before it is cut. `first_records`: the first record of
-    each of `outcomes`.
-    """
+    """Sums over records that are not broken, of a chunk, a source or a set."""
 
     n_records: int = 0  # with those that are untrained and dropped
     n_sequences: int = 0
-    longest: int = 0
+    longest: int = 0  # tokens of a sequence before it is cut
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
     first_records: dict[tuple[Outcome, str, str], FirstRecord] = field(default_factory=dict)
 
@@ -182,13 +150,10 @@ class RecordSums:
 
 
 class BrokenRecord(NamedTuple):
-    """Why a record cannot be used. `ends_file`: the rest of its file cannot be used either.
+    """Why a record cannot be used."""
 
-    `record`: its index in its set. `kind`: the problem without the record's own values.
-    """
-
-    record: int
+    record: int  # its index in its set
     place: str
     problem: str
-    ends_file: bool
-    kind: str
+    ends_file: bool  # the rest of its file cannot be used either
+    kind: str  # the problem without the record's own values

@@ -1,9 +1,8 @@
-"""What happens to a record that is longer than `data.max_length`: `data.overflow` decides.
+"""What happens to a record that is longer than `data.max_length`: `data.overflow` decides."""
 
-`encode_to_fit` encodes a record. With `turns` it leaves out what does not fit whole: the last turns
-of a conversation, or a prompt with its completion. `cut_to_rows` cuts every sequence that is still
-too long (with `turns` only texts are), and counts the outcome for the log.
-"""
+# With `turns`, `encode_to_fit` leaves out what does not fit whole: the last turns of a
+# conversation, or a prompt with its completion. `cut_to_rows` cuts every sequence that is still too
+# long (with `turns` only texts are), and counts the outcome for the log.
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> Enc
 
     A `text` record is encoded whole. A prompt and completion that do not fit stand in `too_long`.
 
-    Raises:
-        RecordError, UserError: as `ChatEncoder.encode`.
+    Raises RecordError, UserError as `ChatEncoder.encode`.
     """
     keeps_turns = data.overflow == "turns"
     if keeps_turns and isinstance(record, Conversation) and not record.first:
@@ -50,8 +48,7 @@ def leading_turns(
     The turns to train are chosen from the whole conversation: with `loss_on=last` nothing is
     trained unless all of it fits.
 
-    Raises:
-        RecordError, UserError: as `ChatEncoder.encode`.
+    Raises RecordError, UserError as `ChatEncoder.encode`.
     """
     encode, messages = encoder.part_encoder(conversation), conversation.messages
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -81,8 +78,7 @@ def cut_to_rows(
 
     A piece of a sequence begins with the `bos_ids` of the tokenizer, untrained, as the sequence.
 
-    Raises:
-        RecordError: it is too long and `data.overflow` is `error`.
+    Raises RecordError where it is too long and `data.overflow` is `error`.
     """
     rows = []
     n_kept = n_trained = n_repeated = n_turns = n_cut = 0
@@ -129,14 +125,12 @@ def fit_to_length(
 ) -> list[tuple[slice, npt.NDArray[np.bool_]]]:
     """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
 
-    Returns the slice of each piece and its trained flags; the pieces behind the first leave room
-    for `n_lead` tokens. The first token of a piece has no predecessor and is not trained. Pieces of
-    `split` and `turns` overlap by one token. The later piece takes it as context alone, so each
-    trained token is in exactly one. Pieces that train nothing are left out.
-
-    Raises:
-        RecordError: the sequence is too long and `overflow` is `error`.
+    Returns the slice of each piece that trains something, and its trained flags; pieces behind the
+    first leave room for `n_lead` tokens.
+    Raises RecordError where the sequence is too long and `overflow` is `error`.
     """
+    # The first token of a piece has no predecessor: it is untrained. Pieces of `split` and `turns`
+    # overlap by one token, context alone in the later piece: each trained token is in exactly one.
     flags = np.asarray(trained, np.bool_)
     n_tokens = len(flags)
     starts = [0]

@@ -27,20 +27,19 @@ _MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 
 
+Rendered = tuple[list[Message], str]  # messages and their text
+
+
 @dataclass(frozen=True)
 class Turn:
-    """Assistant turn `index`: text[:begin] is its prompt, text[begin:end] is generated.
-
-    `appended`: the template does not write the stop token that ends it. `has_longer_prompt`: the
-    prompt has a part that the conversation's text leaves out.
-    """
+    """Assistant turn `index`: text[:begin] is its prompt, text[begin:end] is generated."""
 
     index: int
     text: str
     begin: int
     end: int
-    appended: bool
-    has_longer_prompt: bool = False
+    appended: bool  # the stop token that ends it, which the template does not write
+    has_longer_prompt: bool  # with a part that the conversation's text leaves out
 
 
 class RenderedChat:
@@ -61,24 +60,21 @@ class RenderedChat:
 
     def _derive_turn(self, i: int) -> Turn:
         if i == 0:
-            raise ChatError(
-                "messages[0] is an assistant turn that nothing prompts - "
-                "put another message before it"
-            )
+            said = "messages[0] is an assistant turn that nothing prompts"
+            raise ChatError(f"{said} - put another message before it")
         before, through = self.messages[:i], self.messages[: i + 1]
         content = with_one_text(self.messages[i]).get("content") or ""
         self.template.require_closed(f"messages[{i}] (assistant)", content)
         prompt, text = self.render(before, True), self.render(through)
-        generated = self._continuation(i - 1, before, prompt, through, text, True)
+        generated = self._continuation(i - 1, (before, prompt), (through, text), True)
         has_longer_prompt = generated is None
         if generated is None:
             generated = self._behind_a_shorter_prompt(before, prompt, text)
         if generated is None:
             raise ChatError(
                 f"the generation prompt of {self.template.name}, ...{prompt[-32:]!r}, is not in "
-                f"its text of messages[{i}] (assistant) - "
-                "use a template that begins a turn as it prompts for one, or other "
-                "data.template_options",
+                f"its text of messages[{i}] (assistant) - use a template that begins a turn as it "
+                "prompts for one, or other data.template_options",
                 kind="the generation prompt is not in the text",
             )
         end = self._end_of_turn(i, text, generated)
@@ -103,8 +99,7 @@ class RenderedChat:
                 raise ChatError(
                     f"the generation prompt of {self.template.name} opens {begin}, and its text of "
                     f"messages[{i}] (assistant) {'opens another' if is_again else 'closes none'} - "
-                    f"begin the content with the thought and {close}, or prompt for none "
-                    "(data.template_options)",
+                    f"begin the content with it and {close}, or prompt for none",
                     kind="the prompt opens a thought",
                 )
         if self.template.second_thought.search(f"{prompt[-99:]}\0{generated[:99]}"):
@@ -141,39 +136,29 @@ class RenderedChat:
         return Outcome.EMPTY_THOUGHT_BUT, f"{{{option}: false}}"
 
     def _continuation(
-        self,
-        i: int,
-        shorter: list[Message],
-        text: str,
-        longer: list[Message],
-        longer_text: str,
-        prompted: bool = False,
+        self, i: int, shorter: Rendered, longer: Rendered, prompted: bool = False
     ) -> str | None:
-        """Return the text that `longer_text` has behind `text`, the rendering of `shorter`.
+        """Return the text that `longer` has behind that of `shorter`, whose last message is i.
 
-        Message i is the last one of `shorter`; `prompted`: `text` ends with a generation prompt.
-        None if the template writes something else behind message i in the longer conversation.
+        `prompted`: this text ends with a generation prompt. None if the template writes something
+        else behind message i in the longer conversation.
         """
-        if longer_text.startswith(text):
-            return longer_text[len(text) :]
+        if longer[1].startswith(shorter[1]):
+            return longer[1][len(shorter[1]) :]
         # More messages change how earlier ones are rendered (reasoning is dropped, a system text
-        # moves). At inference the model sees `text`: compare what follows the texts of message i.
-        tail = self._after_message(i, shorter, text, prompted)
-        longer_tail = self._after_message(i, longer, longer_text)
+        # moves). At inference the model sees the text of `shorter`: compare what follows message i.
+        tail, longer_tail = (
+            self._after_message(i, shorter, prompted),
+            self._after_message(i, longer),
+        )
         if tail is None or longer_tail is None or not longer_tail.startswith(tail):
             return None
         return longer_tail[len(tail) :]
 
-    def _after_message(
-        self, i: int, messages: list[Message], text: str, prompted: bool = False
-    ) -> str | None:
-        """Return the part of `text`, the rendering of `messages`, after the texts of message i.
-
-        None if a mark after these texts changes the rest of the rendering.
-        """
-        marked = self.render(
-            [*messages[:i], _with_marks(messages[i]), *messages[i + 1 :]], prompted
-        )
+    def _after_message(self, i: int, of: Rendered, prompted: bool = False) -> str | None:
+        """Return what a rendering has after the texts of message i; None if a mark changes it."""
+        (messages, text), marks = of, _with_marks(of[0][i])
+        marked = self.render([*messages[:i], marks, *messages[i + 1 :]], prompted)
         is_same = _MARK in marked and marked.replace(_MARK, "") == text
         return marked.rpartition(_MARK)[2] if is_same else None
 
@@ -182,7 +167,7 @@ class RenderedChat:
         stop = self.template.stop.search(generated)
         if stop and not self.template.only_stops.fullmatch(generated, stop.end()):
             # The message's own text may hold a stop token: look behind it.
-            after = self._after_message(i, self.messages[: i + 1], text)
+            after = self._after_message(i, (self.messages[: i + 1], text))
             if after is None:
                 raise ChatError(
                     f"cannot tell where {self.template.name} ends messages[{i}] (assistant): marks "
@@ -193,8 +178,7 @@ class RenderedChat:
             if found > _stop_count(self.template.stop, self.messages[i]):
                 raise ChatError(
                     f"{self.template.name} writes the stop token {stop[0]!r} inside messages[{i}] "
-                    "(assistant), where generation would end - "
-                    "use a template that ends a turn once"
+                    "(assistant), where generation would end - use one that ends a turn once"
                 )
             stop = self.template.stop.search(generated, end)
         return stop.end() if stop else None
@@ -212,19 +196,18 @@ class RenderedChat:
         through = self.messages[: i + 1]
         probed = [*through, probe | {"content": content}]
         try:
-            added = self._continuation(i, through, text, probed, self.render(probed))
+            added = self._continuation(i, (through, text), (probed, self.render(probed)))
         except ChatError:
             added = None  # the template refuses the probe
         head, has_probe, _ = (added or "").partition(NEXT_TEXT)
         stop = self.template.stop.search(head) if has_probe else None
         if stop is None and not is_last:
-            after = (self._after_message(i, through, text) or "") + head
+            after = (self._after_message(i, (through, text)) or "") + head
             token = self.template.token_in([after]) or "a token"
             raise ChatError(
                 f"{self.template.name} writes no stop token behind messages[{i}] (assistant) - "
                 f"if {token} ends turns, add its id to eos_token_id in the model's "
-                "generation_config.json, else use a template that ends every turn, or "
-                "data.loss_on=last"
+                "generation_config.json, else use another template, or data.loss_on=last"
             )
         return head[: stop.end()] if stop else self.template.eos_text
 
@@ -233,10 +216,8 @@ class RenderedChat:
         self._refuse_missing(i, _first_missing(self.messages[i], normalize(text)))
 
     def require_parts(self, i: int, messages: list[Message]) -> None:
-        """Raise ChatError when the rendering of `messages` lacks a part of message i.
-
-        Each part gets a tag, so that equal text elsewhere does not count as the part.
-        """
+        """Raise ChatError when the rendering of `messages` lacks a part of message i."""
+        # Each part gets a tag, so that equal text elsewhere does not count as the part.
         tagged, parts = _with_tags(messages[i])
         if set(parts.values()) <= {"text"}:
             return
@@ -256,25 +237,17 @@ class RenderedChat:
             if "tool call" in missing and "tool_calls" not in self.template.mentioned:
                 known = ": it knows no tool calls"
                 remedy = "leave such records out, or use a model whose template does"
-            raise ChatError(
-                f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant)"
-                f"{known} - {remedy}"
-            )
+            said = f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant)"
+            raise ChatError(f"{said}{known} - {remedy}")
 
     def notes(self, text: str) -> list[Note]:
-        """Return notes on what is unusual about `text`, the rendering of all messages.
-
-        Raises:
-            ChatError: the template writes contents as code.
-        """
+        """Return notes on what is unusual about `text`, the rendering of all messages."""
         normalized, notes = normalize(text), []
         for i, message in enumerate(self.messages):
             content, role = message.get("content"), message["role"]
             if isinstance(content, list) and contains(normalized, str(content)):
-                raise ChatError(
-                    f"{self.template.name} writes a list of text parts as code - "
-                    "give the content of a message as one text"
-                )
+                said = f"{self.template.name} writes a list of text parts as code"
+                raise ChatError(f"{said} - give the content of a message as one text")
             is_context = role != "assistant" or message is self.messages[0]
             if is_context and (missing := _first_missing(message, normalized)):
                 article = "an" if role == "assistant" else "a"

@@ -56,16 +56,14 @@ def assign_rows(
 def rows_of_rank(
     costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int
 ) -> list[list[int]]:
-    """Return the rows of each of this rank's micro-batches, the same number on every rank.
+    """Return the rows of each of this rank's micro-batches; `costs`: int64 [rows].
 
-    Ranks wait for one another in each micro-batch. So rows of like cost are in the same
-    micro-batch on different ranks, and the rank with the least so far gets the most. Where rows
-    do not suffice for all ranks, shares differ by at most one row and may be empty.
-
-    Args:
-        costs: int64 [rows].
+    Every rank has the same number of them. Where rows do not suffice for all ranks, shares differ
+    by at most one row and may be empty.
     """
-    # Every rank computes the shares of all ranks, so none has to be sent.
+    # Ranks wait for one another in each micro-batch. So rows of like cost are in the same
+    # micro-batch on different ranks, and the rank with the least so far gets the most. Every rank
+    # computes the shares of all ranks, so none has to be sent.
     order, rows_at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
     totals = np.zeros(ranks, np.int64)
     micro_batches = []
@@ -190,11 +188,7 @@ class Schedule:
         return float(self.sum_by_source(self.dataset.begins_record).sum() / self.rows_per_epoch)
 
     def sum_by_source(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, one per sequence of the dataset, over the first epoch by source.
-
-        Returns:
-            int64 [sources].
-        """
+        """Sum `values`, one per sequence, over the first epoch by source, int64 [sources]."""
         sources = self.dataset.source[self.first_epoch]
         return np.bincount(sources, values[self.first_epoch], len(self.weights)).astype(np.int64)
 

@@ -23,7 +23,7 @@ from shardtune.data.forms import (
 )
 from shardtune.data.forms.beside_turns import BESIDE_TURNS, with_what_stands_beside
 from shardtune.data.forms.columns import Columns, proposed, rename_fields
-from shardtune.data.forms.turns import Roles, has_turns
+from shardtune.data.forms.turns import Fields, has_turns
 from shardtune.data.outcomes import FileError, Note, Outcome, RecordError, require, shown_name
 from shardtune.errors import first_few
 
@@ -36,7 +36,7 @@ class Form(NamedTuple):
     """
 
     fields: tuple[str, ...]
-    read: Callable[[dict[str, Any], Roles, list[Note]], Record]
+    read: Callable[[Fields], Record]
     beside: tuple[str, ...] = ()
     name: str = ""
     has_answers: bool = True
@@ -70,16 +70,15 @@ class ReadRecord(NamedTuple):
 def read_record(
     value: Any,
     columns: Columns = MappingProxyType({}),
-    roles: Roles = MappingProxyType({}),
+    roles: Mapping[str, str] = MappingProxyType({}),
     columns_beside: Sequence[str] = (),
 ) -> ReadRecord:
     """Read a record of any form. Fields that hold null count as absent.
 
     `columns`, `roles`: those of `data`. `columns_beside`: other columns of its table.
 
-    Raises:
-        RecordError: the record is not valid.
-        FileError: it says that the file has answers which are not to be trained.
+    Raises RecordError where the record is not valid, FileError where it says that the file has
+    answers which are not to be trained.
     """
     if isinstance(value, RecordError):
         raise value
@@ -90,7 +89,7 @@ def read_record(
     fields = rename_fields(value, columns)
     form = _form_of(fields)
     notes = [(Outcome.FOREIGN_FORM, form.name)] if form.name else []
-    record = form.read(fields, roles, notes)
+    record = form.read(Fields(fields, roles, notes))
     used = {*form.fields, *form.beside}
     if form.has_answers:
         used.update(_good_labels(fields))
@@ -106,8 +105,7 @@ def read_record(
 def forms_of(fields: Mapping[str, Any]) -> list[Form]:
     """Return each form in which a record with these fields can be read.
 
-    Raises:
-        RecordError: there is none.
+    Raises RecordError where there is none.
     """
     forms = [form for form in _FORMS if fields.keys() >= {*form.fields}]
     if len(forms) > 1 and not fields.keys() & {*token_rows.TRAINED_TOKENS}:

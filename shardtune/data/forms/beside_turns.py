@@ -20,8 +20,7 @@ def with_what_stands_beside(
 ) -> Conversation:
     """Return a conversation with the system text, the tools and the options of its record.
 
-    Raises:
-        RecordError: one of them is not valid, or contradicts another.
+    Raises RecordError where one of them is not valid, or contradicts another.
     """
     messages, first = conversation.messages, conversation.first
     if (system := _system(fields)) and _is_missing(system, messages[: first or None]):

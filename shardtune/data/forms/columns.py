@@ -29,8 +29,7 @@ def rename_fields(value: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
     A record without the named field keeps its own one of our name: sources may differ in form.
 
-    Raises:
-        RecordError: the record has both.
+    Raises RecordError where the record has both.
     """
     present = {name: field for name, field in value.items() if field is not None}
     if not columns:

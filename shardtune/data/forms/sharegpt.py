@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardtune.data.conversation import Conversation, Message
-from shardtune.data.forms.turns import CALLS, Roles, read_turns
-from shardtune.data.outcomes import Note, RecordError, require
+from shardtune.data.forms.turns import CALLS, Fields
+from shardtune.data.outcomes import RecordError, require
 from shardtune.errors import first_few
 
 FIELDS = ("conversations",)
@@ -20,8 +18,8 @@ SHAREGPT_ROLES = {
 }
 
 
-def read(fields: dict[str, Any], roles: Roles, notes: list[Note]) -> Conversation:
-    known = {**SHAREGPT_ROLES, **roles}
+def read(fields: Fields) -> Conversation:
+    known = {**SHAREGPT_ROLES, **fields.roles}
 
     def as_message(where: str, turn: Message) -> Message:
         if not {"from", "value"} <= turn.keys() or {"role", "content"} & turn.keys():
@@ -37,7 +35,5 @@ def read(fields: dict[str, Any], roles: Roles, notes: list[Note]) -> Conversatio
         require(isinstance(content, str), f"{where}.value", content, "a string")
         return {"role": role, "content": content, **turn}
 
-    turns = fields["conversations"]
-    return Conversation(
-        read_turns("conversations", turns, roles, notes, "from and value", as_message)
-    )
+    turns = fields.parsed("conversations")
+    return Conversation(fields.turns("conversations", turns, "from and value", as_message))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shardtune.data.conversation import TokenRow
-from shardtune.data.forms.turns import Roles, parsed
-from shardtune.data.outcomes import Note, Outcome, RecordError, require
+from shardtune.data.forms.turns import Fields
+from shardtune.data.outcomes import Outcome, RecordError, require
 
 FIELDS = ("input_ids",)
 TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained
@@ -17,11 +17,18 @@ MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask"
 PACKED = {"seq_lengths", "seq_lens", "sequence_lengths", "seq_start_id", "cu_seqlens"}
 PACKED |= {"cu_seq_lens_q", "segment_ids", "document_ids", "doc_ids", "sequence_ids"}
 _UNTRAINED = -100  # in labels, as transformers has them
+_REMEDIES = {
+    "input_ids": "the id of a token, an integer of at least 0",
+    "attention_mask": "1, or 0 for padding before or behind all",
+    "labels": "-100, or where it is trained the token itself: labels are not shifted",
+    "loss_mask": "1 where the token is trained, else 0",
+    "position_ids": "0, 1, 2, ..., with a record for each document: data.packing packs them",
+}
 
 
-def read(fields: dict[str, Any], roles: Roles, notes: list[Note]) -> TokenRow:
+def read(fields: Fields) -> TokenRow:
     """Return the tokens without padding; a field that contradicts another one is refused."""
-    columns = {n: parsed(n, fields[n]) for n in (*FIELDS, *BESIDE) if n in fields}
+    columns = {n: fields.parsed(n) for n in (*FIELDS, *BESIDE) if n in fields.values}
     ids = columns["input_ids"]
     for name, column in columns.items():
         require(column and isinstance(column, list), name, column, "a list, a number for a token")
@@ -32,37 +39,25 @@ def read(fields: dict[str, Any], roles: Roles, notes: list[Note]) -> TokenRow:
     attended = [i for i, value in enumerate(mask) if value != 0]
     require(attended, "attention_mask", mask, "1 where there is a token")
     begin, end = attended[0], attended[-1] + 1
-    checks: dict[str, tuple[Callable[[int, Any], bool], str]] = {
-        "input_ids": (
-            lambda i, value: type(value) is int and value >= 0,
-            "the id of a token, an integer of at least 0",
-        ),
-        "attention_mask": (lambda i, value: value == 1, "1, or 0 for padding before or behind all"),
-        "labels": (
-            lambda i, value: type(value) is int and value in (_UNTRAINED, ids[i]),
-            f"{_UNTRAINED}, or where it is trained the token itself: labels are not shifted",
-        ),
-        "loss_mask": (lambda i, value: value in (0, 1), "1 where the token is trained, else 0"),
-        "position_ids": (
-            lambda i, value: value in (i - begin, i),
-            "0, 1, 2, ..., with a record for each document: data.packing packs them",
-        ),
+    checks: dict[str, Callable[[int, Any], bool]] = {
+        "input_ids": lambda i, value: type(value) is int and value >= 0,
+        "attention_mask": lambda i, value: value == 1,
+        "labels": lambda i, value: type(value) is int and value in (_UNTRAINED, ids[i]),
+        "loss_mask": lambda i, value: value in (0, 1),
+        "position_ids": lambda i, value: value in (i - begin, i),
     }
     for name, column in columns.items():
-        is_right, remedy = checks[name]
-        for i in range(begin, end):
-            if not is_right(i, column[i]):
-                require(False, f"{name}[{i}]", column[i], remedy)
+        wrong = (i for i in range(begin, end) if not checks[name](i, column[i]))
+        if (i := next(wrong, -1)) >= 0:
+            require(False, f"{name}[{i}]", column[i], _REMEDIES[name])
+    no = {"labels": _UNTRAINED, "loss_mask": 0}
     flags = [
-        tuple(
-            value != _UNTRAINED if name == "labels" else value == 1
-            for value in columns[name][begin:end]
-        )
+        tuple(value != no[name] for value in columns[name][begin:end])
         for name in TRAINED_TOKENS
         if name in columns
     ]
     if flags and flags[0][1:] != flags[-1][1:]:  # nothing predicts the first token
         raise RecordError("labels and loss_mask contradict each other - keep one of them")
     if end - begin < len(ids):
-        notes.append((Outcome.PADDING_CUT, ""))
+        fields.notes.append((Outcome.PADDING_CUT, ""))
     return TokenRow(tuple(ids[begin:end]), flags[0] if flags else None)

@@ -6,6 +6,7 @@ The mark of a trained turn has many names, and a call several forms; here each b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shardtune.data.conversation import (
@@ -19,7 +20,6 @@ from shardtune.data.conversation import (
 )
 from shardtune.data.outcomes import Note, Outcome, RecordError, require
 
-Roles = Mapping[str, str]  # `data.roles`, from the data's names to ours
 _ROLES = ("user", "assistant", "system", "tool", "developer")
 # Other tools write the calls of an assistant turn as turns of these roles.
 CALLS = ("function_call", "tool_call")
@@ -31,7 +31,6 @@ MISNAMED_ROLES = {
 _KNOWN_ROLES = {*_ROLES, *CALLS, "function", "observation", "tool_response"}
 # Names of other tools for the arguments of a call.
 _ARGUMENTS = ("arguments", "parameters", "input", "args", "params", "kwargs", "tool_input")
-_CALL_REMEDY = 'a JSON object as {"name": "...", "arguments": {...}}, or a list of them'
 _KEYS_OF_TURNS = ({"role", "content"}, {"from", "value"})
 
 
@@ -41,6 +40,67 @@ def has_turns(value: Any) -> bool:
     return bool(is_list) and any(keys <= value[0].keys() for keys in _KEYS_OF_TURNS)
 
 
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a record that are not null. Reading them adds to `notes` what is unusual."""
+
+    values: Mapping[str, Any]
+    roles: Mapping[str, str]  # `data.roles`, from the data's names to ours
+    notes: list[Note]
+
+    def text(self, name: str) -> str:
+        """Return a text, an empty one where there is no such field."""
+        text = self.values.get(name, "")
+        require(isinstance(text, str), name, text, "a string")
+        return str(text)
+
+    def parsed(self, name: str) -> Any:
+        """Return a value that may be given as JSON text, as tables hold lists."""
+        return parsed(name, self.values.get(name, ""))
+
+    def turns(
+        self,
+        name: str,
+        turns: Any,
+        keys: str = "role and content",
+        as_message: Callable[[str, Message], Message] | None = None,
+    ) -> list[Message]:
+        """Return the messages of the field `name`.
+
+        `keys`: the keys of a turn, which `as_message`, given its path and itself, reads as a
+        message. Raises RecordError where they are no turns, contradict themselves, or mark what
+        cannot be trained.
+        """
+        require(turns and isinstance(turns, list), name, turns, f"a list, each with {keys}")
+        messages: list[Message] = []
+        for i, turn in enumerate(turns):
+            where = f"{name}[{i}]"
+            require(isinstance(turn, dict), where, turn, f"an object with {keys}")
+            message = without_nulls(turn)
+            if message != turn:
+                self.notes.append((Outcome.NULLS, "turns"))
+            message = as_message(where, message) if as_message else message
+            role = message["role"] = _one_role(f"{where}.role", message.get("role"), self.roles)
+            if self.roles:
+                self.notes.append((Outcome.ROLE, turn["from" if as_message else "role"]))
+            if role not in _KNOWN_ROLES:
+                self.notes.append((Outcome.OTHER_ROLE, role))
+            if role in CALLS:
+                calls = _calls_in_text(f"{where}.content", message.get("content"))
+                message |= {"role": "assistant", "content": "", "tool_calls": calls}
+            if mark := _untrained_by(f"{where} ({message['role']})", message):
+                self.notes.append((Outcome.MARKED, mark))
+            _unify_calls(where, message)
+            _require_one_thought(where, message)
+            _unify_content(where, message)
+            if role in CALLS and messages and messages[-1]["role"] == "assistant":
+                messages[-1] = _joined(where, messages[-1], message)
+            else:  # null fields stay: they count in the hash that assigns records to evaluation
+                nulls = {} if as_message else {key: None for key in turn if turn[key] is None}
+                messages.append(nulls | message)
+        return messages
+
+
 def parsed(name: str, value: Any) -> Any:
     """Return a list that may be given as JSON text, as tables hold it."""
     if isinstance(value, str) and value.lstrip().startswith("[{'"):
@@ -48,53 +108,7 @@ def parsed(name: str, value: Any) -> Any:
     return from_json(value)
 
 
-def read_turns(
-    name: str,
-    turns: Any,
-    roles: Roles,
-    notes: list[Note],
-    keys: str = "role and content",
-    as_message: Callable[[str, Message], Message] | None = None,
-) -> list[Message]:
-    """Return the messages of the field `name`, and add what is unusual in them to `notes`.
-
-    `keys`: the keys of a turn, which `as_message`, given its path and itself, reads as a message.
-
-    Raises:
-        RecordError: they are no turns, contradict themselves, or mark what cannot be trained.
-    """
-    turns = parsed(name, turns)
-    require(turns and isinstance(turns, list), name, turns, f"a list of turns, each with {keys}")
-    messages: list[Message] = []
-    for i, turn in enumerate(turns):
-        where = f"{name}[{i}]"
-        require(isinstance(turn, dict), where, turn, f"an object with {keys}")
-        message = without_nulls(turn)
-        if message != turn:
-            notes.append((Outcome.NULLS, "turns"))
-        message = as_message(where, message) if as_message else message
-        role = message["role"] = _one_role(f"{where}.role", message.get("role"), roles)
-        if roles:
-            notes.append((Outcome.ROLE, turn["from" if as_message else "role"]))
-        if role not in _KNOWN_ROLES:
-            notes.append((Outcome.OTHER_ROLE, role))
-        if role in CALLS:
-            calls = _calls_in_text(where, message)
-            message |= {"role": "assistant", "content": "", "tool_calls": calls}
-        if mark := _untrained_by(f"{where} ({message['role']})", message):
-            notes.append((Outcome.MARKED, mark))
-        _unify_calls(where, message)
-        _require_one_thought(where, message)
-        _unify_content(where, message)
-        if role in CALLS and messages and messages[-1]["role"] == "assistant":
-            messages[-1] = _joined(where, messages[-1], message)
-        else:  # null fields stay: they count in the hash that assigns records to evaluation
-            nulls = {} if as_message else {key: None for key in turn if turn[key] is None}
-            messages.append(nulls | message)
-    return messages
-
-
-def _one_role(where: str, role: Any, roles: Roles) -> str:
+def _one_role(where: str, role: Any, roles: Mapping[str, str]) -> str:
     """Return the role by `data.roles`; refuse one that is misspelt."""
     require(role and isinstance(role, str), where, role, "user, assistant, ...")
     if role in roles or role in _KNOWN_ROLES:
@@ -169,13 +183,15 @@ def _one_call(where: str, call: Any) -> dict[str, Any]:
     return others | {"function": function} if "function" in call else function
 
 
-def _calls_in_text(where: str, message: Message) -> list[Any]:
+def _calls_in_text(where: str, content: Any) -> list[Any]:
     """Return the calls of a turn that holds them as JSON text."""
-    calls = from_json(message.get("content"))
+    calls = from_json(content)
     calls = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     is_calls = calls and all(isinstance(each, dict) and "name" in each for each in functions)
-    require(is_calls, f"{where}.content", message.get("content"), _CALL_REMEDY)
+    require(
+        is_calls, where, content, 'a JSON object as {"name": ..., "arguments": {...}}, or a list'
+    )
     return [{"type": "function", "function": function} for function in functions]
 
 
