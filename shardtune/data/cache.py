@@ -1,7 +1,4 @@
-"""The cache of tokenized data: a directory for each content, published whole by one rename.
-
-A file of digests in it tells a damaged entry, which is made anew.
-"""
+"""The cache of tokenized data: a directory for each content, published whole by one rename."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.sources import Source
 
-_DIGESTS = "digests.xxh128"  # in the form that `xxhsum -c` reads
+# It tells a damaged entry, which is made anew; in the form that `xxhsum -c` reads.
+_DIGESTS = "digests.xxh128"
 
 
 def cache_root() -> Path:
@@ -31,10 +29,7 @@ def cache_root() -> Path:
 
 
 def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
-    """Return a digest of everything that an entry depends on, 32 hexadecimal digits.
-
-    Raises UserError where a data file cannot be read.
-    """
+    """Return a digest of everything that an entry depends on; UserError for an unreadable file."""
     tokenizer = encoder.tokenizer
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
@@ -54,10 +49,7 @@ def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: C
 
 
 def damaged_files(entry: Path) -> list[str]:
-    """Return the names of the files that are missing or differ from their digests.
-
-    Reads every byte. An entry without digests is damaged as well.
-    """
+    """Return the names of the files that are missing or differ from their digests."""
     try:
         recorded = (entry / _DIGESTS).read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -80,13 +72,9 @@ def _digests(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def new_entry(entry: Path) -> Iterator[Path]:
-    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error.
-
-    The new files replace those of an existing entry. These are equal, since the key decides every
-    byte, or damaged. A process that maps an old file keeps it.
-
-    Raises OSError where the cache cannot be written.
-    """
+    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error."""
+    # The new files replace those of an existing entry. These are equal, since the key decides every
+    # byte, or damaged. A process that maps an old file keeps it.
     folder = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
     try:
         folder.mkdir(parents=True)

@@ -312,10 +312,11 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     logged_at = time.monotonic()
     sums = {key: SourceSums() for key in sources}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
-        for chunk in chunks:
-            for name, sequences in chunk.sets.items():
+        for tokenized in chunks:
+            chunk = tokenized.chunk
+            for name, sequences in tokenized.sets.items():
                 writers[name].add(sequences, chunk.source)
-            sums[chunk.set_name, chunk.source].add(chunk)
+            sums[chunk.set_name, chunk.source].add(tokenized)
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at = time.monotonic()
                 n_read = sum(each.n_read for each in sums.values())

@@ -19,11 +19,8 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 @functools.cache
 def hub_problem() -> str:
-    """Return why the hub cannot be reached, or "".
-
-    If it cannot, all its clients in this process read the cache alone from then on: they would
-    retry for half a minute for each file, even one in the cache.
-    """
+    """Return why the hub cannot be reached, or ""; its clients then read the cache alone."""
+    # They would retry for half a minute for each file, even one in the cache.
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
@@ -37,12 +34,8 @@ def hub_problem() -> str:
 
 
 def datasets_library() -> ModuleType:
-    """Return `datasets`, with progress bars where the hub's own are shown.
-
-    Its import takes a third of a second, for which runs of JSON need not wait.
-
-    Raises UserError where it is not installed.
-    """
+    """Return `datasets`, with progress bars where the hub's own are shown, or raise UserError."""
+    # Its import takes a third of a second, for which runs of JSON need not wait.
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -57,10 +50,7 @@ def datasets_library() -> ModuleType:
 
 
 def read_config_json(path: str) -> PreTrainedConfig:
-    """Read a config.json, also one that has a name of its own for a type of transformers.
-
-    Raises ValueError where transformers knows neither.
-    """
+    """Read a config.json; ValueError where transformers has no such type by any name."""
     try:
         return AutoConfig.from_pretrained(path)
     except ValueError:

@@ -69,14 +69,15 @@ class SourceSums:
     fields: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)  # that have a record
 
-    def add(self, chunk: TokenizedChunk) -> None:
+    def add(self, tokenized: TokenizedChunk) -> None:
+        chunk = tokenized.chunk
         self.files.add(chunk.file)
-        self.n_read += chunk.n_records
+        self.n_read += len(chunk.numbers)
         self.n_bytes += chunk.n_bytes
-        for broken in chunk.broken:
+        for broken in tokenized.broken:
             self.broken.add(broken)
-        self.own.include(chunk.sets[chunk.set_name])
-        self.fields |= chunk.fields
+        self.own.include(tokenized.sets[chunk.set_name])
+        self.fields |= tokenized.fields
 
     def refuses_broken(self, data: DataConfig) -> bool:
         """Return whether broken records end the run. A broken file loses what follows."""
@@ -87,10 +88,7 @@ class SourceSums:
         return self.broken.count / max(1, self.n_read)
 
     def dropped_lines(self) -> dict[str, int]:
-        """Return a line with the number of broken records, and one for each kind of them.
-
-        Each line comes with the index of its first record.
-        """
+        """Return a line of the broken records and one for each kind, with their first records."""
         if not (kinds := self.broken.lines()):
             return {}
         count = f"broken records, dropped: {self.broken.count} of {self.n_read}"
@@ -116,10 +114,8 @@ def problems_of(
 def _source_problems(source: Source, sums: SourceSums, data: DataConfig) -> list[str]:
     """Return why this source cannot be used."""
     if sums.broken.end_files:
-        return [
-            f"{source.key}: its broken records are not counted, as a file cannot be used to its "
-            "end - do what is said above"
-        ]
+        said = "its broken records are not counted, as a file cannot be used to its end"
+        return [f"{source.key}: {said} - do what is said above"]
     if sums.refuses_broken(data):
         count = f"{sums.broken.count} of {sums.n_read} records broken"
         remedy, share = "repair or remove them", math.ceil(100 * sums.broken_share) / 100

@@ -9,9 +9,9 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from shardtune.data.outcomes import (
     BrokenRecord,
     FileError,
     FirstRecord,
-    Note,
     Outcome,
     RecordError,
     RecordSums,
@@ -42,26 +41,18 @@ _CHUNKS_PER_WORKER = 4
 
 @dataclass
 class SetChunk(RecordSums):
-    """The records of one chunk that belong to one set.
+    """The records of one chunk that belong to one set."""
 
-    `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
-    of each. `hashes`: those of the records that have a sequence.
-    """
-
+    # Of each its token ids uint32 [length], trained flags bool [length] and the record's index.
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     hashes: list[RecordHash] = field(default_factory=list)
 
     def add(
-        self,
-        first: FirstRecord,
-        encoded: EncodedRecord,
-        notes: Iterable[Note],
-        data: DataConfig,
-        bos_ids: list[int],
+        self, first: FirstRecord, encoded: EncodedRecord, data: DataConfig, bos_ids: list[int]
     ) -> None:
         """Add the sequences of a record, cut to `data.max_length`, and count its outcomes."""
         self.n_records += 1
-        for note in (*notes, *encoded.notes):
+        for note in encoded.notes:
             self.outcomes.add(*note)
         whole = encoded.too_long or encoded.sequences
         self.longest = max([self.longest, *(len(s.input_ids) for s in whole)])
@@ -83,19 +74,12 @@ class SetChunk(RecordSums):
 
 @dataclass
 class TokenizedChunk:
-    """The sequences of a chunk by the name of their set, and its broken records.
+    """The sequences of a chunk by the name of their set, and its broken records."""
 
-    `fields`: with `data.columns`, the names of the fields that any record has.
-    """
-
-    set_name: str
-    source: int
-    file: str
-    n_records: int
-    n_bytes: int
+    chunk: RecordChunk  # without its rows
     sets: dict[str, SetChunk] = field(default_factory=dict)
     broken: list[BrokenRecord] = field(default_factory=list)
-    fields: set[str] = field(default_factory=set)
+    fields: set[str] = field(default_factory=set)  # with data.columns: those that any record has
 
 
 @dataclass(frozen=True)
@@ -107,8 +91,7 @@ class ChunkTokenizer:
 
     def tokenize(self, chunk: RecordChunk) -> TokenizedChunk:
         """Tokenize a chunk; with `data.eval_fraction`, some records of `train` go to `eval`."""
-        n_records = len(chunk.numbers)
-        result = TokenizedChunk(chunk.set_name, chunk.source, chunk.file, n_records, chunk.n_bytes)
+        result = TokenizedChunk(replace(chunk, rows=()))
         own = result.sets[chunk.set_name] = SetChunk()
         columns = self.data.field_names
         result.fields.update(chunk.unread_columns if columns else ())
@@ -122,7 +105,7 @@ class ChunkTokenizer:
                 result.broken.append(BrokenRecord(*first, str(error), ends_file, error.kind))
         for name in chunk.unread_columns:
             outcome = unread_outcome(name)
-            own.outcomes.add(outcome, name, n_records)
+            own.outcomes.add(outcome, name, len(chunk.numbers))
             own.first_records[outcome, name, ""] = FirstRecord(chunk.first_record, chunk.place(0))
         return result
 
@@ -143,7 +126,8 @@ class ChunkTokenizer:
         notes += [(unread_outcome(name), name) for name in unread]
         set_name = "eval" if self.is_held_out(record) else chunk.set_name
         own = result.sets.setdefault(set_name, SetChunk())
-        own.add(first, encoded, notes, self.data, encoder.bos_ids)
+        encoded = replace(encoded, notes=(*notes, *encoded.notes))
+        own.add(first, encoded, self.data, encoder.bos_ids)
 
     def is_held_out(self, record: Record) -> bool:
         """Whether a record of data.train goes to evaluation: a hash of its used fields decides."""
@@ -161,12 +145,9 @@ def unread_outcome(field: str) -> Outcome:
 def tokenize_chunks(
     tokenizer: ChunkTokenizer, chunks: Iterator[RecordChunk]
 ) -> Generator[TokenizedChunk]:
-    """Yield the results in the order of the chunks; close the generator to leave it early.
-
-    This process tokenizes for a few seconds, then one process a core does the rest. At most a few
-    chunks a core are in memory. The processes are spawned: a forked child of a process with
-    threads, such as torch's, may hang.
-    """
+    """Yield the results in the order of the chunks; close the generator to leave it early."""
+    # This process tokenizes for a few seconds, then one process a core does the rest, with a few
+    # chunks a core in memory. They are spawned: a forked child of a process with threads may hang.
     n_workers = len(os.sched_getaffinity(0))
     started = time.monotonic()
     for chunk in chunks:
