@@ -17,15 +17,14 @@ import copy
 import datetime
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from shardtune.data.chat_template import ChatError, ChatTemplate
+from shardtune.data.chat_template import NO_OPTIONS, ChatError, ChatTemplate, Options
 from shardtune.data.conversation import (
     Conversation,
     Record,
@@ -121,7 +120,7 @@ class ChatEncoder:
         loss_on: str,
         date: datetime.date,
         name: str = "the chat template",
-        options: Mapping[str, Any] = MappingProxyType({}),
+        options: Options = NO_OPTIONS,
     ) -> None:
         texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids}
         # A text cannot hold an id that the tokenizer cannot write (a padded vocabulary).
@@ -140,7 +139,7 @@ class ChatEncoder:
             (full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), []
         )
 
-    def variant(self, loss_on: str, options: Mapping[str, Any]) -> ChatEncoder:
+    def variant(self, loss_on: str, options: Options) -> ChatEncoder:
         """Return an encoder with another `loss_on`, and with more options for the template.
 
         Raises RecordError where the template gets one of these from elsewhere.

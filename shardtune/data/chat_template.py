@@ -9,6 +9,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 from shardtune.data.conversation import (
@@ -36,6 +37,8 @@ _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 # answer to a call. The marks are read before it renders.
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *MARKS}
 _OF_A_TURN = ("tools", "functions", "available_tools", "tool_call", "function_calls")
+Options = Mapping[str, Any]
+NO_OPTIONS: Options = MappingProxyType({})
 TAKEN = "the template gets this from the records, the tokenizer or the renderer - remove it"
 
 
@@ -50,23 +53,17 @@ class ChatError(RecordError):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, which may be several by purpose, and the stop tokens.
+    """A tokenizer's chat template, which may be several by purpose.
 
-    `date`: for templates that insert today's. `stop_texts`: the texts of the stop tokens, first the
-    one to append. `options`: variables for the template, such as `enable_thinking`.
+    `date`: for templates that insert today's. `stops`: the texts of the stop tokens, first the one
+    to append. `options`: variables for the template, such as `enable_thinking`.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        name: str,
-        date: datetime.date,
-        stop_texts: Sequence[str],
-        options: Mapping[str, Any],
+        self, tokenizer: Any, name: str, date: datetime.date, stops: Sequence[str], options: Options
     ) -> None:
         self.tokenizer, self.name, self.date, self.options = tokenizer, name, date, dict(options)
-        self.eos_text = stop_texts[0]
-        longest_first = sorted(stop_texts, key=len, reverse=True)
+        self.eos_text, longest_first = stops[0], sorted(stops, key=len, reverse=True)
         alternatives = "|".join(re.escape(text) for text in longest_first)
         self.stop = re.compile(alternatives)
         self.only_stops = re.compile(rf"(?:\s|{alternatives})*")
@@ -87,10 +84,9 @@ class ChatTemplate:
                 return ""
 
         added, bos = self.tokenizer.get_added_vocab(), self.tokenizer.bos_token or ""
-        variables = self._variables - self.options.keys()
-        return find_facts(probe, variables, added, bos, self.stop)
+        return find_facts(probe, self._variables - self.options.keys(), added, bos, self.stop)
 
-    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+    def with_options(self, options: Options) -> ChatTemplate:
         """Return the template with more options. RecordError: users may not set one of them."""
         if taken := taken_options(self.tokenizer) & options.keys():
             raise RecordError(f"chat_template_kwargs.{min(taken)}: {TAKEN}")
@@ -100,11 +96,7 @@ class ChatTemplate:
         return template
 
     def render(
-        self,
-        messages: list[Message],
-        tools: Tools,
-        generation_prompt: bool,
-        options: Mapping[str, Any] | None = None,
+        self, messages: list[Message], tools: Tools, prompted: bool, options: Options = NO_OPTIONS
     ) -> str:
         """Return the text of the messages; raises ChatError when the template raises."""
         try:
@@ -113,9 +105,9 @@ class ChatTemplate:
                 messages,
                 tools=tools,
                 chat_template=self._date_macro + source,
-                add_generation_prompt=generation_prompt,
+                add_generation_prompt=prompted,
                 tokenize=False,
-                **{**self.options, **(options or {})},
+                **{**self.options, **options},
             )
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(message["role"] for message in messages[-4:])
@@ -227,17 +219,11 @@ class ChatTemplate:
         if not isinstance(record, Conversation):
             return []
         read = _MESSAGE_FIELDS | self.mentioned
-        names = {
-            f"{name}.{key}"
-            for name, messages in record.content.items()
-            if name != "tools"
-            for message in messages
-            for key, value in message.items()
-            if value is not None and key not in read
-        }
-        return sorted(names)
+        turns = {name: each for name, each in record.content.items() if name != "tools"}
+        fields = ((name, *item) for name in turns for turn in turns[name] for item in turn.items())
+        return sorted({f"{name}.{k}" for name, k, v in fields if v is not None and k not in read})
 
-    def unread_of(self, options: Mapping[str, Any]) -> list[str]:
+    def unread_of(self, options: Options) -> list[str]:
         """Return the names of the options that have a value and that the template does not read."""
         nothing: tuple[Any, ...] = (None, "", [], {})
         unread = options.keys() - self._variables

@@ -24,19 +24,15 @@ _MEDIA = re.compile(r"(image|picture|video|audio)s?")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the one form of all records that have turns.
+    """Messages in the one form of all records that have turns."""
 
-    A message has a `role`; a `content`, a text or a list of parts of the types text and thinking;
-    a thought under one key of REASONING_KEYS; `tool_calls`, whose arguments are objects; a mark of
-    MARKS, if it says whether its turn is trained; and what else its template may read. `tools`:
-    None if the record has none. `options`: of the template, for this record. Answers before
-    message `first` are context.
-    """
-
+    # Each has a `role`; a `content`, a text or a list of parts of the types text and thinking; a
+    # thought under one of REASONING_KEYS; `tool_calls`, whose arguments are objects; a mark of
+    # MARKS, if it says whether its turn is trained; and what else its template may read.
     messages: list[Message]
-    tools: Tools = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    first: int = 0
+    tools: Tools = None  # None if the record has none
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the template, for this record
+    first: int = 0  # answers before this message are context
 
     @property
     def content(self) -> dict[str, Any]:

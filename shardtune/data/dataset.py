@@ -125,8 +125,7 @@ def added_tokens(tokenizer: Any) -> list[int]:
 def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> ChatEncoder:
     """Return the encoder of a model's tokenizer; templates that print today's date get `date`.
 
-    Raises UserError where there is no tokenizer, its stop tokens are unknown, or
-    `data.template_options` has a name that is not the user's.
+    Raises UserError where it has no tokenizer or no stop token, or options are not the user's.
     """
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
@@ -151,17 +150,13 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
+        files = "tokenizer.json, tokenizer_config.json and config.json"
+        what = f"no tokenizer and configuration that transformers can read ({first_line(error)})"
+        remedy = f"name a hub id or a directory with {files}"
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"model.path={model_path}: its tokenizer is code of its own, which is not run - "
-                "put a tokenizer.json and a tokenizer_config.json of a class that transformers has "
-                "into a copy of its directory"
-            ) from error
-        raise UserError(
-            f"model.path={model_path}: no tokenizer and configuration that transformers can read "
-            f"({first_line(error)}) - name a hub id or a directory with tokenizer.json, "
-            "tokenizer_config.json and config.json"
-        ) from error
+            what = "its tokenizer is code of its own, which is not run"
+            remedy = f"use a copy with {files} of a class that transformers has"
+        raise UserError(f"model.path={model_path}: {what} - {remedy}") from error
 
 
 def read_chat_template(path: str) -> str:
@@ -169,9 +164,8 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"data.chat_template={path} cannot be read ({error}) - name a file with the template"
-        ) from error
+        what = f"data.chat_template={path} cannot be read ({error})"
+        raise UserError(f"{what} - name a file with the template") from error
 
 
 def find_sources(data: DataConfig) -> dict[str, list[Source]]:
@@ -195,12 +189,10 @@ def find_sources(data: DataConfig) -> dict[str, list[Source]]:
 def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     """Tokenize `data` unless the cache has it intact; returns the entry for `open_prepared`.
 
-    One process per node calls this, and the others trust its verdict. Large data starts worker
-    processes, which import the main module anew.
-
-    Raises UserError for sources, broken records (ten are named), nothing to train, or a cache that
-    cannot be written.
+    One process per node calls this. Raises UserError for sources, broken records, nothing to train,
+    or a cache that cannot be written.
     """
+    # Large data starts worker processes, which import the main module anew.
     started = time.monotonic()
     sets = find_sources(data)
     entry = cache_root() / cache_key(sets, data, encoder)
@@ -209,18 +201,15 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
             logger.info(f"Data: cached in {entry}")
             return entry
         # Other nodes may have an intact entry, so that this node says it.
-        node_logger.warning(
-            f"{entry}: damaged ({first_few(damaged, 10)}) - the data is tokenized anew; if this "
-            "happens again, check the disk"
-        )
+        remedy = "the data is tokenized anew; if this happens again, check the disk"
+        node_logger.warning(f"{entry}: damaged ({first_few(damaged, 10)}) - {remedy}")
     try:
         with new_entry(entry) as folder:
             _build(folder, sets, ChunkTokenizer(encoder, data))
     except OSError as error:
-        raise UserError(
-            f"{entry.parent}: the data cache cannot be written ({error.strerror}) - make room and "
-            "allow writing there, or name another directory in SHARDTUNE_CACHE"
-        ) from error
+        what = f"{entry.parent}: the data cache cannot be written ({error.strerror})"
+        remedy = "make room and allow writing there, or name another in SHARDTUNE_CACHE"
+        raise UserError(f"{what} - {remedy}") from error
     logger.info(f"Data: tokenized in {time.monotonic() - started:.1f} s, cached in {entry}")
     return entry
 
@@ -274,23 +263,17 @@ class _SetWriter:
         return " ".join(digest.hexdigest() for digest in self._digests.values())
 
     def lines(self) -> dict[str, int | None]:
-        """Return a line of totals, and one for each outcome with the index of its first record.
-
-        Outcomes have what a reader of them would look for, and a warning if most tokens are context
-        that is repeated.
-        """
+        """Return a line of totals, and one for each outcome with the index of its first record."""
         sums = self.sums
-        totals = (
-            f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens, "
-            f"{self.n_trained} of them trained"
-        )
-        lines: dict[str, int | None] = {totals: None}
+        totals = f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens"
+        lines: dict[str, int | None] = {f"{totals}, {self.n_trained} of them trained": None}
         for (outcome, detail), line in sums.outcomes.lines().items():
             first = sums.first_records[outcome, detail, ""]
             if outcome in TOO_LONG:
                 line += f" | data.max_length={sums.longest} holds all"
             if outcome in (Outcome.EMPTY_QUESTION, Outcome.EMPTY_ANSWER):
                 line += f" | first: {first.place} - write it, or leave such records out"
+            # Most tokens are context that is repeated.
             if 2 * sums.outcomes[outcome, detail, "tokens added"] > self.n_tokens:
                 line = f"WARNING: {line} - data.loss_on=last trains the last one alone"
             lines[line] = first.record
@@ -298,10 +281,7 @@ class _SetWriter:
 
 
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
-    """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`.
-
-    Raises UserError for broken records, no record, nothing to train.
-    """
+    """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`."""
     data = tokenizer.data
     names = [*sets, "eval"] if data.eval is None and data.eval_fraction else list(sets)
     writers = {name: _SetWriter(folder, name, len(sets.get(name, ()))) for name in names}

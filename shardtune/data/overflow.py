@@ -25,12 +25,8 @@ _OUTCOMES = {
 
 
 def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> EncodedRecord:
-    """Encode a record; with `data.overflow=turns` only its whole turns that fit.
-
-    A `text` record is encoded whole. A prompt and completion that do not fit stand in `too_long`.
-
-    Raises RecordError, UserError as `ChatEncoder.encode`.
-    """
+    """Encode a record; with `data.overflow=turns` only its whole turns that fit."""
+    # A text is encoded whole. A prompt and completion that do not fit stand in `too_long`.
     keeps_turns = data.overflow == "turns"
     if keeps_turns and isinstance(record, Conversation) and not record.first:
         return leading_turns(encoder, record, data.max_length)
@@ -47,8 +43,6 @@ def leading_turns(
 
     The turns to train are chosen from the whole conversation: with `loss_on=last` nothing is
     trained unless all of it fits.
-
-    Raises RecordError, UserError as `ChatEncoder.encode`.
     """
     encode, messages = encoder.part_encoder(conversation), conversation.messages
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -77,8 +71,6 @@ def cut_to_rows(
     """Return the token ids and trained flags of each row of a record; count it if it is too long.
 
     A piece of a sequence begins with the `bos_ids` of the tokenizer, untrained, as the sequence.
-
-    Raises RecordError where it is too long and `data.overflow` is `error`.
     """
     rows = []
     n_kept = n_trained = n_repeated = n_turns = n_cut = 0
@@ -126,8 +118,7 @@ def fit_to_length(
     """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
 
     Returns the slice of each piece that trains something, and its trained flags; pieces behind the
-    first leave room for `n_lead` tokens.
-    Raises RecordError where the sequence is too long and `overflow` is `error`.
+    first leave room for `n_lead` tokens. With `error` it raises RecordError instead.
     """
     # The first token of a piece has no predecessor: it is untrained. Pieces of `split` and `turns`
     # overlap by one token, context alone in the later piece: each trained token is in exactly one.
@@ -136,10 +127,8 @@ def fit_to_length(
     starts = [0]
     if n_tokens > max_length:
         if overflow == "error":
-            raise RecordError(
-                f"has {n_tokens} tokens, more than data.max_length={max_length} - shorten it, "
-                "raise data.max_length, or choose data.overflow=turns, truncate, split or drop"
-            )
+            what = f"has {n_tokens} tokens, more than data.max_length={max_length}"
+            raise RecordError(f"{what} - shorten it, raise that, or choose another data.overflow")
         splits = [0, *range(max_length - 1, n_tokens - 1, max_length - 1 - n_lead)]
         starts = {"truncate": [0], "drop": [], "split": splits, "turns": splits}[overflow]
     pieces = []

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,7 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
     def lines(self, n_read: int, with_records: Collection[str]) -> list[str]:
-        """Return lines on the files of a directory that were read, joined or left out.
-
-        `n_read`: how many records; `with_records`: the files that had any.
-        """
+        """Return lines on the files of a directory: those `with_records`, `n_read`, and others."""
         if not self.is_joined:
             return []
         files, n_files = list(self.files), len(self.files)
@@ -76,10 +74,7 @@ class Source:
         return [line, f"{self.key}: {warning} - {remedy}"] if len(splits) > 1 else [line]
 
     def digest(self) -> str:
-        """Hash every stored byte in order, and the options; a moved copy has the same digest.
-
-        Raises UserError where a file cannot be read.
-        """
+        """Hash every stored byte in order, and the options; a moved copy has the same digest."""
         split = f"{self.dataset.split} {len(self.dataset)}" if self.dataset is not None else ""
         names = [file.name for file in self.files] if self.is_joined else []
         options = f"{split} {self.loss_on} {self.max_records} {names} {self.ignored}"
@@ -97,18 +92,14 @@ class Source:
     def chunks(self) -> Iterator[RecordChunk]:
         """Yield the records in order, at most `max_records`. Blank lines are skipped."""
         left = sys.maxsize if self.max_records is None else self.max_records
-        for chunk in self._chunks():
+        parts = (file_chunks(file, self.columns) for file in self.files)
+        if self.dataset is not None:
+            parts = iter([dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)])
+        for chunk in chain.from_iterable(parts):
             yield chunk.first(left)
             left -= len(chunk.numbers)
             if left <= 0:
                 return
-
-    def _chunks(self) -> Iterator[RecordChunk]:
-        if self.dataset is not None:
-            yield from dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)
-            return
-        for file in self.files:
-            yield from file_chunks(file, self.columns)
 
 
 def find_source(key: str, spec: str) -> Source:
@@ -139,9 +130,8 @@ def find_source(key: str, spec: str) -> Source:
         ignored = (other for other in others if not other.startswith(".") or kind_of(other))
         return Source(key, spec, files, tuple(ignored))
     if kind_of(path.name) or not _HUB_NAME.fullmatch(spec):
-        raise UserError(
-            f"{name}: no such file or directory{missing_directory(spec)} - correct the path"
-        )
+        missing = f"no such file or directory{missing_directory(spec)}"
+        raise UserError(f"{name}: {missing} - correct the path")
     return _hub_source(key, spec)
 
 
@@ -164,10 +154,8 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
         ) from error
     if isinstance(loaded, library.DatasetDict):
         if split not in loaded:
-            splits, example = ", ".join(loaded), f"{folder}:{next(iter(loaded))}"
-            raise UserError(
-                f"{key}={spec}: a DatasetDict of {splits} - name one, such as {example}"
-            )
+            remedy = f"name one, such as {folder}:{next(iter(loaded))}"
+            raise UserError(f"{key}={spec}: a DatasetDict of {', '.join(loaded)} - {remedy}")
         loaded = loaded[split]
     elif split:
         raise UserError(f"{key}={spec}: a Dataset without splits - name {folder} alone")
@@ -196,13 +184,7 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
     for set_name, sources in sets.items():
         first_record = 0
         for i, source in enumerate(sources):
+            own = {"loss_on": source.loss_on, "template_options": source.template_options}
             for chunk in source.chunks():
-                yield replace(
-                    chunk,
-                    set_name=set_name,
-                    source=i,
-                    first_record=first_record,
-                    loss_on=source.loss_on,
-                    template_options=source.template_options,
-                )
+                yield replace(chunk, set_name=set_name, source=i, first_record=first_record, **own)
                 first_record += len(chunk.numbers)

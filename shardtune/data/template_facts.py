@@ -22,6 +22,7 @@ _AROUND_THOUGHT = re.compile(
 )
 # Renders messages, with a generation prompt behind a single one; "" if the template raises.
 Probe = Callable[..., str]
+Words = Collection[str]
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,9 @@ _Q = _user("q")
 
 
 def find_facts(
-    probe: Probe,
-    variables: Collection[str],
-    added: Collection[str],
-    bos: str,
-    stop: re.Pattern[str],
+    probe: Probe, variables: Words, added: Words, bos: str, stop: re.Pattern[str]
 ) -> TemplateFacts:
-    """Try a template. `variables`: the words in it; `added`: the tokenizer's added tokens.
-
-    `bos`: its text, and `stop` finds the texts that end turns.
-    """
+    """Try a template, which has these `variables`; `added`: the tokens added to the vocabulary."""
     tool = {"name": NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
     bare_tool = NEXT_TEXT in probe(_Q, tools=[tool])
     takes_tools = NEXT_TEXT in probe(_Q, tools=[{"type": "function", "function": tool}])
@@ -90,8 +84,8 @@ def find_facts(
         takes_thinking_parts=_is_written(thinking, probe(_Q, _answer(thinking))),
         takes_thoughts_in_content=_alike(probe(_Q, beside), probe(_Q, within)),
         thoughts=thoughts,
-        no_thought_option=_no_thought_option(probe, variables, thoughts),
-        begins_turns=_begins_turns(probe, added, bos, stop),
+        no_thought_option=_no_thought_option(probe, variables, tuple(dict(thoughts).values())),
+        begins_turns=_begins_turns(probe(_user(NEXT_TEXT)), added, bos, stop),
     )
 
 
@@ -149,24 +143,15 @@ def _thoughts(probe: Probe, takes_objects: bool) -> tuple[tuple[str, str], ...]:
     return tuple(pairs.items())
 
 
-def _no_thought_option(
-    probe: Probe, variables: Collection[str], thoughts: Collection[tuple[str, str]]
-) -> str:
-    for name in ("enable_thinking", "thinking"):
-        if name in variables:
-            prompt = probe(_Q, **{name: False}).rstrip()
-            if any(prompt.endswith(end) for _, end in thoughts):
-                return name
-    return ""
+def _no_thought_option(probe: Probe, variables: Words, ends: tuple[str, ...]) -> str:
+    names = (name for name in ("enable_thinking", "thinking") if name in variables)
+    return next((n for n in names if probe(_Q, **{n: False}).rstrip().endswith(ends)), "")
 
 
-def _begins_turns(
-    probe: Probe, added: Collection[str], bos: str, stop: re.Pattern[str]
-) -> tuple[str, ...]:
-    rendered = probe(_user(NEXT_TEXT))
-    is_bos = bos and rendered.count(bos) == 1
-    tokens = [token for token in added if token in rendered and not stop.fullmatch(token)]
-    return tuple(token for token in tokens if not (is_bos and token == bos))
+def _begins_turns(text: str, added: Words, bos: str, stop: re.Pattern[str]) -> tuple[str, ...]:
+    others = {bos} if bos and text.count(bos) == 1 else ()
+    is_in = (token for token in added if token in text and token not in others)
+    return tuple(token for token in is_in if not stop.fullmatch(token))
 
 
 def _ends_answers(probe: Probe, stop: re.Pattern[str]) -> str:

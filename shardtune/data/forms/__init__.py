@@ -1,8 +1,4 @@
-"""The forms of records: a module for each, and the row of `_FORMS` that makes it one.
-
-`read_record` finds the form by its fields, lets its module read them, adds what may stand beside
-all turns, and says or refuses the rest.
-"""
+"""The forms of records: a module for each, and the row of `_FORMS` that makes it one."""
 
 from __future__ import annotations
 
@@ -29,17 +25,13 @@ from shardtune.errors import first_few
 
 
 class Form(NamedTuple):
-    """`fields` make the form; `read` takes them and those `beside`, and adds to the notes.
+    """A form of records."""
 
-    `name`: what the log calls a form of other tools. `has_answers`: good or bad ones, by their
-    label. Raises RecordError.
-    """
-
-    fields: tuple[str, ...]
-    read: Callable[[Fields], Record]
-    beside: tuple[str, ...] = ()
-    name: str = ""
-    has_answers: bool = True
+    fields: tuple[str, ...]  # that make it
+    read: Callable[[Fields], Record]  # which may raise RecordError
+    beside: tuple[str, ...] = ()  # fields that it reads, too
+    name: str = ""  # in the log, of a form of other tools
+    has_answers: bool = True  # good or bad ones, by their label
 
 
 _TEXT = Form(plain_text.FIELDS, plain_text.read, has_answers=False)
@@ -73,12 +65,10 @@ def read_record(
     roles: Mapping[str, str] = MappingProxyType({}),
     columns_beside: Sequence[str] = (),
 ) -> ReadRecord:
-    """Read a record of any form. Fields that hold null count as absent.
+    """Read a record of any form, by `data.columns` and `data.roles`. Nulls count as absent.
 
-    `columns`, `roles`: those of `data`. `columns_beside`: other columns of its table.
-
-    Raises RecordError where the record is not valid, FileError where it says that the file has
-    answers which are not to be trained.
+    `columns_beside`: other columns of its table. Raises RecordError where the record is not valid,
+    FileError where its file has answers which are not to be trained.
     """
     if isinstance(value, RecordError):
         raise value
@@ -103,10 +93,7 @@ def read_record(
 
 
 def forms_of(fields: Mapping[str, Any]) -> list[Form]:
-    """Return each form in which a record with these fields can be read.
-
-    Raises RecordError where there is none.
-    """
+    """Return each form in which a record with these fields can be read, or raise RecordError."""
     forms = [form for form in _FORMS if fields.keys() >= {*form.fields}]
     if len(forms) > 1 and not fields.keys() & {*token_rows.TRAINED_TOKENS}:
         forms = [form for form in forms if form is not _TOKENS]  # libraries keep them beside texts
@@ -123,10 +110,8 @@ def _form_of(fields: Mapping[str, Any]) -> Form:
     if len(forms) > 1:
         names = " or as ".join(" and ".join(form.fields) for form in forms)
         other = forms[0].fields[0] if forms[-1] is _TOKENS else forms[-1].fields[-1]
-        raise RecordError(
-            f"can be read as {names} - say which of these fields not to read, "
-            f"such as data.columns={{{other}: null}}"
-        )
+        remedy = f"say which field not to read, such as data.columns={{{other}: null}}"
+        raise RecordError(f"can be read as {names} - {remedy}")
     return forms[0]
 
 
@@ -136,11 +121,9 @@ def _good_labels(fields: Mapping[str, Any]) -> Iterator[str]:
         label = str(fields.get(name)).lower()
         if label in _BAD:
             keep = f"""jq -c 'select(.{name} | IN(false, 0, "false", "0") | not)' OLD > NEW"""
-            shown = json.dumps(fields[name], default=str)
-            raise FileError(
-                f"has {name}: {shown}, which marks a bad answer (KTO) - leave "
-                f"those out, in a .jsonl with {keep}, or write {_leaving_out(name)} to train all"
-            )
+            what = f"has {name}: {json.dumps(fields[name], default=str)}, a bad answer (KTO)"
+            remedy = f"leave those out, in a .jsonl with {keep}, or write {_leaving_out(name)}"
+            raise FileError(f"{what} - {remedy} to train all")
         if label in _GOOD:
             yield name
 
@@ -154,15 +137,15 @@ def _refuse_lost(form: Form, fields: Mapping[str, Any], unread: Iterable[str]) -
         if name in _READ_ELSEWHERE and (value := fields.get(name)) and value != "[]":
             chat = '"data.columns={instruction: prompt, output: completion}" to read it in a chat'
             is_text = form.fields == prompt_completion.FIELDS and name != "loss_mask"
-            raise RecordError(
-                f"has {name} beside {' and '.join(form.fields)}, which do not use it - write "
-                f"{f'{chat}, or ' if is_text else ''}{_leaving_out(name)} to leave it out"
+            remedy = (
+                f"write {f'{chat}, or ' if is_text else ''}{_leaving_out(name)} to leave it out"
             )
+            fields_used = " and ".join(form.fields)
+            raise RecordError(f"has {name} beside {fields_used}, which do not use it - {remedy}")
     if "role" in fields and form is _TEXT:
-        raise RecordError(
-            "has role beside text, so it is one message of a conversation - join those of each "
-            f"into a record with messages, or write {_leaving_out('role')} to train each as a text"
-        )
+        what = "has role beside text, so it is one message of a conversation"
+        remedy = f"write records with messages, or {_leaving_out('role')} to train each as a text"
+        raise RecordError(f"{what} - {remedy}")
 
 
 def _refuse_beside_tokens(fields: Mapping[str, Any], unread: Iterable[str]) -> None:
@@ -172,10 +155,8 @@ def _refuse_beside_tokens(fields: Mapping[str, Any], unread: Iterable[str]) -> N
             columns = f'"data.columns={{loss_mask: {name}}}"'
             raise RecordError(f"has {name} beside input_ids - write {columns} to train by it")
         if name in token_rows.PACKED:
-            raise RecordError(
-                f"has {name}, so the row may hold several documents, which would attend to one "
-                "another - write a record for each: data.packing packs them"
-            )
+            what = f"has {name}, so the row may hold several documents, which would see one another"
+            raise RecordError(f"{what} - write a record for each: data.packing packs them")
 
 
 def _leaving_out(name: str) -> str:

@@ -18,10 +18,7 @@ BESIDE_TURNS = (*_TOOLS, "chat_template_kwargs", *_SYSTEM)
 def with_what_stands_beside(
     conversation: Conversation, fields: Mapping[str, Any], notes: list[Note]
 ) -> Conversation:
-    """Return a conversation with the system text, the tools and the options of its record.
-
-    Raises RecordError where one of them is not valid, or contradicts another.
-    """
+    """Return a conversation with the system text, the tools and the options of its record."""
     messages, first = conversation.messages, conversation.first
     if (system := _system(fields)) and _is_missing(system, messages[: first or None]):
         messages = [{"role": "system", "content": system}, *messages]
@@ -43,10 +40,8 @@ def _system(fields: Mapping[str, Any]) -> str:
         if (text := "".join(part["text"] for part in parts)).strip():
             texts[name] = text
     if len(set(texts.values())) > 1:
-        raise RecordError(
-            "has different texts as system and system_prompt - keep one of them, or write "
-            "data.columns={system_prompt: null} to read system alone"
-        )
+        what = "has different texts as system and system_prompt"
+        raise RecordError(f"{what} - keep one, or write data.columns={{system_prompt: null}}")
     return next(iter(texts.values()), "")
 
 
@@ -54,10 +49,9 @@ def _is_missing(system: str, messages: list[Message]) -> bool:
     """Whether no turn has the system text; RecordError where one has another."""
     turns = [message.get("content") for message in messages if message["role"] == "system"]
     if turns and turns != [system]:
-        raise RecordError(
-            "has system and a system turn with another text - keep one of them, or write "
-            "data.columns={system: null} (or system_prompt) to read the turn alone"
-        )
+        what = "has system and a system turn with another text"
+        remedy = "data.columns={system: null, system_prompt: null} to read the turn"
+        raise RecordError(f"{what} - keep one, or write {remedy}")
     return not turns
 
 
@@ -76,10 +70,8 @@ def _tools(fields: Mapping[str, Any], notes: list[Note]) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise RecordError(
-                f"tools is a string that is not JSON ({error}) - write a list of tools",
-                kind="tools is not JSON",
-            ) from error
+            what = f"tools is a string that is not JSON ({error}) - write a list of tools"
+            raise RecordError(what, kind="tools is not JSON") from error
     require(isinstance(tools, list), "tools", tools, "a list of tools")
     for i, tool in enumerate(tools):
         is_tool = isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)

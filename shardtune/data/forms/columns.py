@@ -25,12 +25,8 @@ def read_fields(columns: Columns) -> frozenset[str]:
 
 
 def rename_fields(value: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return the fields that are not null by our names; one that is mapped to None is left out.
-
-    A record without the named field keeps its own one of our name: sources may differ in form.
-
-    Raises RecordError where the record has both.
-    """
+    """Return the fields that are not null by our names; one that is mapped to None is left out."""
+    # A record without the named field keeps its own one of our name: sources may differ in form.
     present = {name: field for name, field in value.items() if field is not None}
     if not columns:
         return present
@@ -40,10 +36,8 @@ def rename_fields(value: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     read = {*columns.values(), *(ours for ours, name in columns.items() if name is None)}
     kept = {name: field for name, field in present.items() if name not in read}
     for ours in kept.keys() & renamed.keys():
-        raise RecordError(
-            f"has {ours} and {columns[ours]}, which data.columns reads as {ours} - rename one "
-            "of them in the data, or leave data.columns without it"
-        )
+        what = f"has {ours} and {columns[ours]}, which data.columns reads as {ours}"
+        raise RecordError(f"{what} - rename one in the data, or leave data.columns without it")
     fields = kept | renamed
     if in_turns and isinstance(turns := parsed("messages", fields.get("messages")), list):
         fields["messages"] = [
@@ -53,10 +47,7 @@ def rename_fields(value: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def names_in(value: Any, columns: Columns) -> set[str]:
-    """Return the names of fields that a record has, with those of turns if `columns` reach there.
-
-    They tell whether each entry of `columns` names a field of some record.
-    """
+    """Return the names of a record's fields, with those of turns if `columns` reach there."""
     if not columns or not isinstance(value, dict):
         return set()
     turns = value.get(columns.get("messages") or "messages")

@@ -23,11 +23,9 @@ def read(fields: Fields) -> Conversation:
 
     def as_message(where: str, turn: Message) -> Message:
         if not {"from", "value"} <= turn.keys() or {"role", "content"} & turn.keys():
-            raise RecordError(
-                f"{where} has {first_few(sorted(turn), 10) or 'no field'} - write from and value "
-                "(of role and content: data.columns={messages: conversations})",
-                kind=f"{where} is a turn without from and value",
-            )
+            has = first_few(sorted(turn), 10) or "no field"
+            remedy = "write from and value (else data.columns={messages: conversations})"
+            raise RecordError(f"{where} has {has} - {remedy}", kind=f"{where} - {remedy}")
         speaker, content = turn.pop("from"), turn.pop("value")
         role = known.get(speaker) if isinstance(speaker, str) else None
         remedy = f"one of {', '.join(SHAREGPT_ROLES)}, or name its role in data.roles"

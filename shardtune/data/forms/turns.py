@@ -65,11 +65,9 @@ class Fields:
         keys: str = "role and content",
         as_message: Callable[[str, Message], Message] | None = None,
     ) -> list[Message]:
-        """Return the messages of the field `name`.
+        """Return the messages of the field `name`, whose turns have these keys.
 
-        `keys`: the keys of a turn, which `as_message`, given its path and itself, reads as a
-        message. Raises RecordError where they are no turns, contradict themselves, or mark what
-        cannot be trained.
+        `as_message`: reads a turn, given its path and itself, as a message.
         """
         require(turns and isinstance(turns, list), name, turns, f"a list, each with {keys}")
         messages: list[Message] = []
@@ -199,9 +197,8 @@ def _joined(where: str, before: Message, call: Message) -> Message:
     """Return an assistant turn with the calls of the turn behind it."""
     flags = {train_flag(before), train_flag(call)}
     if len(flags) > 1 and False in flags:
-        raise RecordError(
-            f"{where} is one turn with the one before it, and their marks differ - give both one"
-        )
+        what = f"{where} is one turn with that before it, and their marks differ"
+        raise RecordError(f"{what} - give both the same")
     mark = {"train": True} if True in flags else {}
     return before | mark | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
 
