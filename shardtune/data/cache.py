@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
-
-from shardtune.config import DataConfig
-from shardtune.data.chat_encoder import ChatEncoder
-from shardtune.data.sources import Source
 
 # It tells a damaged entry, which is made anew; in the form that `xxhsum -c` reads.
 _DIGESTS = "digests.xxh128"
@@ -26,26 +19,6 @@ _DIGESTS = "digests.xxh128"
 def cache_root() -> Path:
     """Return `$SHARDTUNE_CACHE/data`, by default `~/.cache/shardtune/data`."""
     return Path(os.environ.get("SHARDTUNE_CACHE") or "~/.cache/shardtune").expanduser() / "data"
-
-
-def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
-    """Return a digest of everything that an entry depends on; UserError for an unreadable file."""
-    tokenizer = encoder.tokenizer
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
-    code = sorted(Path(__file__).parent.rglob("*.py"))
-    facts = encoder.template.facts
-    parts = [
-        {name: [source.digest() for source in sources] for name, sources in sets.items()},
-        [data.columns, data.roles, data.template_options],
-        [data.loss_on, data.max_length, data.overflow, data.on_broken],
-        [0.0 if data.eval else data.eval_fraction],
-        [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
-        [asdict(facts), str(encoder.template.date) if facts.adds_date else ""],
-        [file.read_text("utf-8") for file in code],
-        [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def damaged_files(entry: Path) -> list[str]:

@@ -39,13 +39,6 @@ _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_K
 _OF_A_TURN = ("tools", "functions", "available_tools", "tool_call", "function_calls")
 Options = Mapping[str, Any]
 NO_OPTIONS: Options = MappingProxyType({})
-TAKEN = "the template gets this from the records, the tokenizer or the renderer - remove it"
-
-
-def taken_options(tokenizer: Any) -> set[str]:
-    """Return the names of the template's variables that a user may not set."""
-    parameters = signature(tokenizer.apply_chat_template).parameters
-    return {"messages", *parameters, *tokenizer.special_tokens_map}
 
 
 class ChatError(RecordError):
@@ -86,10 +79,17 @@ class ChatTemplate:
         added, bos = self.tokenizer.get_added_vocab(), self.tokenizer.bos_token or ""
         return find_facts(probe, self._variables - self.options.keys(), added, bos, self.stop)
 
+    def taken(self, key: str, options: Options) -> list[str]:
+        """Return a problem for each of the options of a key that a user may not set."""
+        parameters = signature(self.tokenizer.apply_chat_template).parameters
+        taken = {"messages", *parameters, *self.tokenizer.special_tokens_map} & options.keys()
+        said = "the template gets this from the records, the tokenizer or the renderer - remove it"
+        return [f"{key}.{option}: {said}" for option in sorted(taken)]
+
     def with_options(self, options: Options) -> ChatTemplate:
         """Return the template with more options. RecordError: users may not set one of them."""
-        if taken := taken_options(self.tokenizer) & options.keys():
-            raise RecordError(f"chat_template_kwargs.{min(taken)}: {TAKEN}")
+        if taken := self.taken("chat_template_kwargs", options):
+            raise RecordError(taken[0])
         template = copy.copy(self)
         template.options = self.options | dict(options)
         vars(template)["facts"] = self.facts

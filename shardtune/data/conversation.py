@@ -12,6 +12,8 @@ from typing import Any
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
 
+# Content of a probe message; letters and digits only: no filter of a template changes them.
+NEXT_TEXT = "Qq0Probe0qQ"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
 # On a message, ours and other tools': whether its turn is trained where the mark is true.
 MARKS = {

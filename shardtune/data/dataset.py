@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.metadata
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ import xxhash
 from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig
-from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
+from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
-from shardtune.data.chat_template import TAKEN, taken_options
 from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem, read_config_json
 from shardtune.data.outcomes import TOO_LONG, Outcome, RecordSums
@@ -129,6 +129,7 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     """
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
+    taken: list[str] = []
     try:
         model_config = read_config_json(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path, config=model_config)
@@ -137,16 +138,11 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         if data.chat_template:
             name = f"the chat template {data.chat_template}"
             tokenizer.chat_template = read_chat_template(data.chat_template)
+        encoder = ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
         given = {"data": data.template_options}
         given |= {key: source.template_options for key, source in data.train_sources.items()}
-        taken = [
-            f"{key}.template_options.{option}: {TAKEN}"
-            for key, options in given.items()
-            for option in sorted(taken_options(tokenizer) & options.keys())
-        ]
-        if taken:
-            raise UserError(*taken)
-        return ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
+        for key, options in given.items():
+            taken += encoder.template.taken(f"{key}.template_options", options)
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
@@ -157,6 +153,9 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
             what = "its tokenizer is code of its own, which is not run"
             remedy = f"use a copy with {files} of a class that transformers has"
         raise UserError(f"model.path={model_path}: {what} - {remedy}") from error
+    if taken:
+        raise UserError(*taken)
+    return encoder
 
 
 def read_chat_template(path: str) -> str:
@@ -195,7 +194,7 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     # Large data starts worker processes, which import the main module anew.
     started = time.monotonic()
     sets = find_sources(data)
-    entry = cache_root() / cache_key(sets, data, encoder)
+    entry = cache_root() / _cache_key(sets, data, encoder)
     if entry.exists():
         if not (damaged := damaged_files(entry)):
             logger.info(f"Data: cached in {entry}")
@@ -212,6 +211,26 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
         raise UserError(f"{what} - {remedy}") from error
     logger.info(f"Data: tokenized in {time.monotonic() - started:.1f} s, cached in {entry}")
     return entry
+
+
+def _cache_key(sets: dict[str, list[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
+    """Return a digest of everything that an entry depends on; UserError for an unreadable file."""
+    tokenizer = encoder.tokenizer
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
+    code = sorted(Path(__file__).parent.rglob("*.py"))
+    facts = encoder.template.facts
+    parts = [
+        {name: [source.digest() for source in sources] for name, sources in sets.items()},
+        [data.columns, data.roles, data.template_options],
+        [data.loss_on, data.max_length, data.overflow, data.on_broken],
+        [0.0 if data.eval else data.eval_fraction],
+        [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
+        [asdict(facts), str(encoder.template.date) if facts.adds_date else ""],
+        [file.read_text("utf-8") for file in code],
+        [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def open_prepared(entry: Path) -> PreparedData:

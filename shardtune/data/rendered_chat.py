@@ -12,6 +12,7 @@ from typing import Any
 
 from shardtune.data.chat_template import ChatError, ChatTemplate, with_one_text
 from shardtune.data.conversation import (
+    NEXT_TEXT,
     REASONING_KEYS,
     Message,
     Tools,
@@ -21,9 +22,8 @@ from shardtune.data.conversation import (
     tool_function,
 )
 from shardtune.data.outcomes import Note, Outcome
-from shardtune.data.template_facts import NEXT_TEXT
 
-_MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes them
+_MARK = "Qq0Mark0qQ"
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 
 

@@ -8,9 +8,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from shardtune.data.conversation import REASONING_KEYS, Message, contains, normalize, tool_function
+from shardtune.data.conversation import (
+    NEXT_TEXT,
+    REASONING_KEYS,
+    Message,
+    contains,
+    normalize,
+    tool_function,
+)
 
-NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
 # Roles that other tools write, each with the roles that replace it where the template has none.
 STAND_INS = {
     "developer": "system",
