@@ -25,14 +25,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from shardtune.data.chat_template import NO_OPTIONS, ChatError, ChatTemplate, Options
-from shardtune.data.conversation import (
-    Conversation,
-    Record,
-    TokenRow,
-    is_empty,
-    train_flag,
-    without_flags,
-)
+from shardtune.data.conversation import Conversation, Record, TokenRow, is_empty
 from shardtune.data.outcomes import Note, Outcome
 from shardtune.data.rendered_chat import RenderedChat, Turn
 from shardtune.errors import UserError
@@ -180,9 +173,8 @@ class ChatEncoder:
                 "chat template - use that of an instruction-tuned model, name a file with one in "
                 "data.chat_template, or write records with prompt and completion, or text"
             )
-        given, tools = conversation.messages, conversation.tools
-        messages, tools, notes = self.template.in_its_form(given, tools)
-        chat = RenderedChat(self.template, [without_flags(m) for m in messages], tools)
+        messages, tools, notes = self.template.in_its_form(conversation)
+        chat = RenderedChat(self.template, messages, tools)
         trained, untrained = self._choose_turns(conversation, notes)
 
         def encode_part(end: int) -> EncodedRecord:
@@ -206,9 +198,8 @@ class ChatEncoder:
 
         Marks decide over `loss_on`.
         """
-        messages = conversation.messages
+        messages, flags = conversation.messages, conversation.train_flags
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}
         trained = [i for i in answers if i >= conversation.first]
         if self.loss_on == "last":
             trained = trained[-1:]

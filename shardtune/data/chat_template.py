@@ -24,13 +24,7 @@ from shardtune.data.conversation import (
     tool_function,
 )
 from shardtune.data.outcomes import Note, Outcome, RecordError
-from shardtune.data.template_facts import (
-    STAND_INS,
-    TemplateFacts,
-    find_facts,
-    with_arguments_as_text,
-    with_wrapped_calls,
-)
+from shardtune.data.template_facts import STAND_INS, TemplateFacts, find_facts
 
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 # Every template gets these. A check shows whether it writes them, except the id, which ties an
@@ -119,17 +113,15 @@ class ChatTemplate:
             ) from error
         return text
 
-    def in_its_form(
-        self, messages: list[Message], tools: Tools
-    ) -> tuple[list[Message], Tools, list[Note]]:
-        """Return messages and tools as the template takes them, and what changed."""
+    def in_its_form(self, given: Conversation) -> tuple[list[Message], Tools, list[Note]]:
+        """Return messages without marks and tools as the template takes them, and what changed."""
         notes: list[Note] = []
-        messages = [self._in_its_form(message, notes) for message in messages]
+        messages = [self._in_its_form(message, notes) for message in given.messages]
         has_parts = any(isinstance(message.get("content"), list) for message in messages)
         if has_parts and not self.facts.takes_parts:
             messages = [*map(with_one_text, messages)]
             notes.append((Outcome.PARTS_JOINED, ""))
-        if tools and not self.facts.takes_bare_tools:
+        if (tools := given.tools) and not self.facts.takes_bare_tools:
             tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         return messages, tools, notes
 
@@ -138,6 +130,7 @@ class ChatTemplate:
         if lost := next((key for key in given if key not in self.mentioned), None):
             said = f"a message has {lost}, which {self.name} does not read"
             raise ChatError(f"{said} - write calls as tool_calls, and tools beside messages")
+        message = {key: value for key, value in message.items() if key not in MARKS}
         role, content = message["role"], message.get("content")
         has_thinking = isinstance(content, list) and any("thinking" in part for part in content)
         if has_thinking and not self.facts.takes_thinking_parts:
@@ -145,13 +138,11 @@ class ChatTemplate:
         if (stand_in := STAND_INS.get(role)) and role not in self.facts.own_roles:
             notes.append((Outcome.STAND_IN, f"{role}, read as {stand_in}"))
             return message | {"role": stand_in}
-        if message.get("tool_calls"):
-            if not self.facts.takes_bare_calls:
-                message = with_wrapped_calls(message)
-            if not self.facts.takes_objects:
-                notes.append((Outcome.ARGUMENTS_AS_TEXT, ""))
-                message = with_arguments_as_text(message)
-        return message
+        if not message.get("tool_calls"):
+            return message
+        if not self.facts.takes_objects:
+            notes.append((Outcome.ARGUMENTS_AS_TEXT, ""))
+        return self.facts.with_calls(message)
 
     @cached_property
     def second_thought(self) -> re.Pattern[str]:

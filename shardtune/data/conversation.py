@@ -45,6 +45,12 @@ class Conversation:
             turns["completion"] = self.messages[self.first :]
         return turns if self.tools is None else turns | {"tools": self.tools}
 
+    @property
+    def train_flags(self) -> dict[int, bool]:
+        """Whether a message is to be trained, by its index, for those whose marks say it."""
+        flags = ((i, train_flag(message)) for i, message in enumerate(self.messages))
+        return {i: flag for i, flag in flags if flag is not None}
+
 
 @dataclass(frozen=True)
 class Text:
@@ -86,11 +92,6 @@ def train_flag(message: Message) -> bool | None:
     """Return whether a message asks to be trained or not; None if it says neither."""
     marks = (bool(message[m]) == yes for m, yes in MARKS.items() if message.get(m) is not None)
     return next(marks, None)
-
-
-def without_flags(message: Message) -> Message:
-    """Return the message as the template gets it."""
-    return {key: value for key, value in message.items() if key not in MARKS}
 
 
 def from_json(value: Any) -> Any:

@@ -16,6 +16,8 @@ class RecordError(ValueError):
     `kind`: the problem without the values of this record, alike for all records of one shape.
     """
 
+    ends_file = False
+
     def __init__(self, problem: str, kind: str = "") -> None:
         super().__init__(problem, kind)
         self.problem, self.kind = problem, kind or problem
@@ -26,6 +28,8 @@ class RecordError(ValueError):
 
 class FileError(RecordError):
     """No further record of a file can be used, so that none of them is merely left out."""
+
+    ends_file = True
 
 
 class _ShortRepr(reprlib.Repr):

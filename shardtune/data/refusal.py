@@ -19,6 +19,8 @@ _NAMED_PROBLEMS = 10
 _OFTEN_BROKEN = 0.1  # a source with more broken records has a form that was not recognised
 
 SourceKey = tuple[str, int]  # the set of a source, and its index there
+Sources = Mapping[SourceKey, Source]
+SetSums = Mapping[str, RecordSums]  # over each set of records
 
 
 class BrokenRecords:
@@ -97,12 +99,9 @@ class SourceSums:
 
 
 def problems_of(
-    data: DataConfig,
-    sources: Mapping[SourceKey, Source],
-    sums: Mapping[SourceKey, SourceSums],
-    sets: Mapping[str, RecordSums],
+    data: DataConfig, sources: Sources, sums: Mapping[SourceKey, SourceSums], sets: SetSums
 ) -> list[str]:
-    """Return why these sources cannot be used; `sets`: the sums over each set of records."""
+    """Return why these sources cannot be used."""
     refused = [each.broken for each in sums.values() if each.refuses_broken(data)]
     problems = [line for broken in refused for line in broken.lines()][:_NAMED_PROBLEMS]
     problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
@@ -149,9 +148,7 @@ def _nothing_to_train(key: str, spec: str, sums: RecordSums) -> str:
     )
 
 
-def _not_held_out(
-    data: DataConfig, sources: Mapping[SourceKey, Source], sets: Mapping[str, RecordSums]
-) -> list[str]:
+def _not_held_out(data: DataConfig, sources: Sources, sets: SetSums) -> list[str]:
     """Return the problem of a fraction that holds out nothing to evaluate."""
     if data.eval is not None or not data.eval_fraction or sets["eval"].n_sequences:
         return []

@@ -123,22 +123,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
-
-    Each step has `rows_per_step` rows, the last one of an epoch perhaps fewer. Steps before `start`
-    count as they were taken, even with another `rows_per_step`. `weights`: the passes per epoch of
-    each source; an epoch in which no source gives a record is skipped.
-    """
+    """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`."""
 
     dataset: TokenDataset
     max_length: int
     packing: bool
     seed: int
-    rows_per_step: int
-    epochs: int
+    rows_per_step: int  # the last step of an epoch may have fewer
+    epochs: int  # one in which no source gives a record is skipped
     max_steps: int | None
-    start: Position
-    weights: tuple[Fraction, ...] = (Fraction(1),)
+    start: Position  # steps before it count as they were taken, even with other rows_per_step
+    weights: tuple[Fraction, ...] = (Fraction(1),)  # the passes per epoch of each source
 
     @cached_property
     def first_epoch(self) -> np.ndarray:

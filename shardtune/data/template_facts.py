@@ -51,6 +51,11 @@ class TemplateFacts:
     no_thought_option: str  # whose value false puts an empty thought into the prompt
     begins_turns: tuple[str, ...]  # added tokens that open a turn
 
+    def with_calls(self, message: Message) -> Message:
+        """Copy a message with its calls as the template takes them."""
+        message = message if self.takes_bare_calls else _with_wrapped_calls(message)
+        return message if self.takes_objects else _with_arguments_as_text(message)
+
 
 def _user(content: Any) -> Message:
     return {"role": "user", "content": content}
@@ -113,7 +118,7 @@ def _takes_parts(probe: Probe) -> bool:
 def _takes_bare_calls(probe: Probe) -> bool:
     """Whether it takes calls without a key `function`, or writes no calls."""
     message = _answer(tool_calls=[{"name": NEXT_TEXT, "arguments": {"a": "b"}}])
-    bare, whole = (probe(_Q, each) for each in (message, with_wrapped_calls(message)))
+    bare, whole = (probe(_Q, each) for each in (message, _with_wrapped_calls(message)))
     return NEXT_TEXT in bare or NEXT_TEXT not in whole
 
 
@@ -122,7 +127,7 @@ def _takes_objects(probe: Probe) -> bool:
     arguments = {NEXT_TEXT: NEXT_TEXT}
     function = {"name": "f", "arguments": arguments}
     message = _answer(tool_calls=[{"type": "function", "function": function}])
-    as_object, as_text = (probe(_Q, each) for each in (message, with_arguments_as_text(message)))
+    as_object, as_text = (probe(_Q, each) for each in (message, _with_arguments_as_text(message)))
     is_written = NEXT_TEXT in as_object and str(arguments) not in as_object
     return is_written or NEXT_TEXT not in as_text
 
@@ -143,7 +148,7 @@ def _thoughts(probe: Probe, takes_objects: bool) -> tuple[tuple[str, str], ...]:
     calling = answer | {"tool_calls": [call]}
     pairs = {"<think>": "</think>"}
     # Some templates write thoughts beside calls alone.
-    for message in (calling if takes_objects else with_arguments_as_text(calling), answer):
+    for message in (calling if takes_objects else _with_arguments_as_text(calling), answer):
         if found := _AROUND_THOUGHT.search(probe(_Q, message)):
             pairs[found[1]] = found[2]
     return tuple(pairs.items())
@@ -168,7 +173,7 @@ def _ends_answers(probe: Probe, stop: re.Pattern[str]) -> str:
     return "never"
 
 
-def with_wrapped_calls(message: Message) -> Message:
+def _with_wrapped_calls(message: Message) -> Message:
     """Copy a message whose tool calls all stand under `function`."""
     calls = []
     for call in message["tool_calls"]:
@@ -179,7 +184,7 @@ def with_wrapped_calls(message: Message) -> Message:
     return message | {"tool_calls": calls}
 
 
-def with_arguments_as_text(message: Message) -> Message:
+def _with_arguments_as_text(message: Message) -> Message:
     """Copy a message whose tool calls have their arguments as JSON text."""
     calls = []
     for call in message["tool_calls"]:

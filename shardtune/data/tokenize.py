@@ -23,14 +23,7 @@ from shardtune.data.conversation import Conversation, Record, is_media
 from shardtune.data.duplicates import RecordHash, hash_of
 from shardtune.data.forms import read_record
 from shardtune.data.forms.columns import names_in
-from shardtune.data.outcomes import (
-    BrokenRecord,
-    FileError,
-    FirstRecord,
-    Outcome,
-    RecordError,
-    RecordSums,
-)
+from shardtune.data.outcomes import BrokenRecord, FirstRecord, Outcome, RecordError, RecordSums
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.record_files import RecordChunk
 from shardtune.distributed.signals import die_with_parent
@@ -101,8 +94,8 @@ class ChunkTokenizer:
             try:
                 self._add_record(result, chunk, value, first)
             except RecordError as error:
-                ends_file = isinstance(error, FileError)
-                result.broken.append(BrokenRecord(*first, str(error), ends_file, error.kind))
+                broken = BrokenRecord(*first, str(error), error.ends_file, error.kind)
+                result.broken.append(broken)
         for name in chunk.unread_columns:
             outcome = unread_outcome(name)
             own.outcomes.add(outcome, name, len(chunk.numbers))
