@@ -133,10 +133,7 @@ class ChatEncoder:
         )
 
     def variant(self, loss_on: str, options: Options) -> ChatEncoder:
-        """Return an encoder with another `loss_on`, and with more options for the template.
-
-        Raises RecordError where the template gets one of these from elsewhere.
-        """
+        """Return an encoder with another `loss_on`, and with more options for the template."""
         if not options and loss_on == self.loss_on:
             return self
         key = json.dumps([loss_on, options], sort_keys=True, default=str)
@@ -178,12 +175,12 @@ class ChatEncoder:
         trained, untrained = self._choose_turns(conversation, notes)
 
         def encode_part(end: int) -> EncodedRecord:
-            behind = [i for i in trained if i < end]
+            within = [i for i in trained if i < end]
             if self.loss_on == "all":
-                encoded = self._encode_all(chat, behind, [i for i in untrained if i < end], end)
+                encoded = self._encode_all(chat, within, [i for i in untrained if i < end], end)
             else:
-                encoded = self._encode_turns(chat, behind, end)
-            empty = [_EMPTY for i in behind if is_empty(messages[i])]
+                encoded = self._encode_turns(chat, within, end)
+            empty = [_EMPTY for i in within if is_empty(messages[i])]
             asked = (m for m in messages[:end] if m["role"] == "user")
             empty += [_EMPTY_QUESTION for message in asked if is_empty(message)]
             of_all = notes if end == len(messages) else ()
@@ -194,10 +191,7 @@ class ChatEncoder:
     def _choose_turns(
         self, conversation: Conversation, notes: list[Note]
     ) -> tuple[list[int], list[int]]:
-        """Return the turns that are trained, and those whose mark says that they are not.
-
-        Marks decide over `loss_on`.
-        """
+        """Return the turns that are trained, and those that their marks leave untrained."""
         messages, flags = conversation.messages, conversation.train_flags
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         trained = [i for i in answers if i >= conversation.first]
@@ -360,10 +354,8 @@ class ChatEncoder:
         return last + len(prompt) if ids[last : last + len(prompt)] == prompt else None
 
     def _tokenize_apart(self, text: str, begin: int) -> tuple[list[int], Offsets, int]:
-        """Tokenize text[:begin] as inference does, then the rest; also count the prompt's tokens.
-
-        The result differs from the tokens of the whole text only where the two parts would merge.
-        """
+        """Tokenize text[:begin] as inference does, then the rest; also count the former."""
+        # The result differs from the tokens of the whole text only where the parts would merge.
         joint, offsets = self._tokenize(text)
         length = self._prompt_length(text, joint, offsets, begin)
         if length is not None:

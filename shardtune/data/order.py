@@ -45,20 +45,6 @@ class Rows:
         return Rows(self.members[starts[0] : starts[-1]], starts - starts[0])
 
 
-def rows_of_epoch(
-    dataset: TokenDataset,
-    weights: Sequence[Fraction],
-    seed: int,
-    epoch: int,
-    max_length: int,
-    packing: bool,
-) -> Rows:
-    """Return the rows of an epoch, in the order in which the steps take them."""
-    sequences = sequences_of_epoch(dataset, weights, seed, epoch)
-    rows = lay_out_rows(dataset.lengths[sequences], max_length, packing, seed, epoch)
-    return Rows(sequences[rows.members], rows.starts)
-
-
 def sequences_of_epoch(
     dataset: TokenDataset, weights: Sequence[Fraction], seed: int, epoch: int
 ) -> np.ndarray:

@@ -61,15 +61,8 @@ class Outcome(Enum):
     MEDIA_TAG = "records with {} in their text, which is trained as text", True
     RENDERED_TEXT = "texts rendered already, by {}: all is trained, the questions too", True
     RENDERED_PROMPT = "prompts or completions rendered already, by {}: the latter are trained"
-    RENDERED_MESSAGE = (
-        "conversations that hold {} of the chat template: right where they speak of it, else give "
-        "the messages as they were before a template rendered them",
-        True,
-    )
-    RENDERED_TOOLS = (
-        "conversations whose tools stand in the system text and in tools: they are written twice",
-        True,
-    )
+    RENDERED_MESSAGE = "conversations that hold {} of the chat template: do they speak of it?", True
+    RENDERED_TOOLS = "conversations whose tools stand in the system text, too: written twice", True
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     MARKED = "answers that their mark {} leaves untrained"
     TRAINED_BY_MARK = "answers that their mark trains, whatever data.loss_on={} says"
@@ -89,9 +82,7 @@ class Outcome(Enum):
     UNREAD_OPTION = "records with the option {}, which the chat template does not read", True
     UNTRAINED = "records without a token to train, dropped", True
     END_APPENDED = "records to which the end token was appended"
-    LONGER_PROMPT = (
-        "records whose generation prompt of inference has more than the text: a sequence per turn"
-    )
+    LONGER_PROMPT = "records whose generation prompt of inference is longer: a sequence per turn"
     TURNS_APART = "records whose earlier turns the template rewrites: a sequence per turn"
     # The detail of these is data.max_length; overflow.py chooses among them.
     CUT_BEHIND_A_TURN = "records longer than data.max_length={}, cut behind the last turn that fits"
@@ -105,7 +96,8 @@ class Outcome(Enum):
 
 
 Note = tuple[Outcome, str]  # what happened to a record, and its detail
-TOO_LONG = [outcome for outcome in Outcome if "longer than data.max_length" in outcome.sentence]
+_TOO_LONG = "CUT_BEHIND_A_TURN TRUNCATED SPLIT PARTLY_DROPPED DROPPED"
+TOO_LONG = [Outcome[name] for name in _TOO_LONG.split()]
 
 
 class FirstRecord(NamedTuple):

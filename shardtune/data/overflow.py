@@ -68,16 +68,15 @@ def leading_turns(
 def cut_to_rows(
     encoded: EncodedRecord, data: DataConfig, outcomes: OutcomeCounts, bos_ids: list[int]
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-    """Return the token ids and trained flags of each row of a record; count it if it is too long.
-
-    A piece of a sequence begins with the `bos_ids` of the tokenizer, untrained, as the sequence.
-    """
+    """Return token ids and trained flags of each row of a record; count it if it is too long."""
     rows = []
     n_kept = n_trained = n_repeated = n_turns = n_cut = 0
     for sequence in encoded.sequences:
         tokens = np.asarray(sequence.input_ids, np.uint32)
         kept = np.zeros(len(tokens), np.bool_)
-        lead = lead_of(sequence.input_ids, bos_ids, data.max_length)
+        # Each further piece begins with the BOS with which the sequence begins.
+        is_led = sequence.input_ids[: len(bos_ids)] == bos_ids
+        lead = bos_ids if is_led and len(bos_ids) < data.max_length - 1 else []
         pieces = fit_to_length(sequence.trained, data.max_length, data.overflow, len(lead))
         for piece, trained in pieces:
             begin = np.asarray(lead if piece.start else [], np.uint32)
@@ -104,12 +103,6 @@ def cut_to_rows(
             tokens_repeated_as_context=n_repeated,
         )
     return rows
-
-
-def lead_of(ids: list[int], bos_ids: list[int], max_length: int) -> list[int]:
-    """Return what each further piece of a sequence begins with: the BOS with which that begins."""
-    is_led = ids[: len(bos_ids)] == bos_ids and len(bos_ids) < max_length - 1
-    return bos_ids if is_led else []
 
 
 def fit_to_length(

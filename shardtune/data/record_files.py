@@ -234,24 +234,20 @@ def _n_bytes(text: Text) -> int:
 def _text_chunks(
     file: Path, texts: Iterable[Text], file_bytes: Callable[[int], float]
 ) -> Iterator[RecordChunk]:
-    numbers: list[int] = []
-    rows: list[bytes | RecordError] = []
-    n_before = n_bytes = n_read = 0
+    texts, n_read, begin = iter(texts), 0, 0
+    while part := [*_first_part(texts)]:
+        n_read += sum(map(_n_bytes, part))
+        end, (numbers, rows) = round(file_bytes(n_read)), zip(*part, strict=True)
+        yield RecordChunk(str(file), numbers, rows, end - begin)
+        begin = end
 
-    def chunk() -> RecordChunk:
-        return RecordChunk(str(file), numbers, rows, round(file_bytes(n_read)) - n_before)
 
-    for number, text in texts:
-        numbers.append(number)
-        rows.append(text)
-        n_bytes += _n_bytes((number, text))
-        if len(rows) == _RECORDS_PER_CHUNK or n_bytes >= _BYTES_PER_CHUNK:
-            n_read += n_bytes
-            yield chunk()
-            numbers, rows, n_bytes, n_before = [], [], 0, round(file_bytes(n_read))
-    n_read += n_bytes
-    if rows:
-        yield chunk()
+def _first_part(texts: Iterator[Text]) -> Iterator[Text]:
+    n_bytes = 0
+    for text in itertools.islice(texts, _RECORDS_PER_CHUNK):
+        yield text
+        if (n_bytes := n_bytes + _n_bytes(text)) >= _BYTES_PER_CHUNK:
+            return
 
 
 def _lines(content: Iterable[bytes]) -> Iterator[Text]:

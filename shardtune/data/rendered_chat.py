@@ -1,7 +1,6 @@
-"""A conversation as text: the prompt of each assistant turn, and the text that it must generate.
+"""A conversation as text: the prompt of each assistant turn, and the text that it must generate."""
 
-chat_encoder.py explains the derivation.
-"""
+# chat_encoder.py explains the derivation.
 
 from __future__ import annotations
 
@@ -109,11 +108,9 @@ class RenderedChat:
             )
 
     def _behind_a_shorter_prompt(self, before: list[Message], prompt: str, text: str) -> str | None:
-        """Return the turn at the end of `text` if the prompt only begins with the turn's header.
-
-        None where the prompt adds an open thought, which the turn would have to close, or the turn
-        begins with one, which the model would not write behind a closed one.
-        """
+        """Return the turn at the end of `text` if the prompt only begins with the turn's header."""
+        # None where the prompt adds an open thought, which the turn would have to close, or the
+        # turn begins with one, which the model would not write behind a closed one.
         probe = self.render([*before, {"role": "assistant", "content": NEXT_TEXT}])
         header = probe.partition(NEXT_TEXT)[0]
         if not (text.startswith(header) and prompt.startswith(header)):

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtune.config import DataConfig
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import Rows, best_fit, rows_of_epoch, sequences_of_epoch
+from shardtune.data.order import Rows, best_fit, lay_out_rows, sequences_of_epoch
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,11 @@ class Schedule:
     def steps(self) -> Iterator[Step]:
         dataset, total_steps = self.dataset, self.total_steps
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
+        settings = self.max_length, self.packing, self.seed
         while number < total_steps:
-            rows = rows_of_epoch(
-                dataset, self.weights, self.seed, epoch, self.max_length, self.packing
-            )
+            sequences = self._sequences(epoch)
+            rows = lay_out_rows(dataset.lengths[sequences], *settings, epoch)
+            rows = Rows(sequences[rows.members], rows.starts)
             for begin in range(first, len(rows), self.rows_per_step)[: total_steps - number]:
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))

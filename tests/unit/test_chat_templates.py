@@ -364,7 +364,7 @@ def encoder_of(
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(ROWS[name].stops, template)
     stops = tokenizer.convert_tokens_to_ids(ROWS[name].stops.split())
-    return ChatEncoder(tokenizer, stops, loss_on, DATE, "T", options)
+    return ChatEncoder(tokenizer, stops, loss_on, DATE, "T", options or {})
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
