@@ -92,9 +92,11 @@ class Source:
     def chunks(self) -> Iterator[RecordChunk]:
         """Yield the records in order, at most `max_records`. Blank lines are skipped."""
         left = sys.maxsize if self.max_records is None else self.max_records
-        parts = (file_chunks(file, self.columns) for file in self.files)
+        parts = [
+            file_chunks(file, self.columns) for file in self.files
+        ]  # each opens when it begins
         if self.dataset is not None:
-            parts = iter([dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)])
+            parts = [dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)]
         for chunk in chain.from_iterable(parts):
             yield chunk.first(left)
             left -= len(chunk.numbers)
@@ -184,7 +186,8 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
     for set_name, sources in sets.items():
         first_record = 0
         for i, source in enumerate(sources):
-            own = {"loss_on": source.loss_on, "template_options": source.template_options}
+            own: dict[str, Any] = {"loss_on": source.loss_on}
+            own["template_options"] = source.template_options
             for chunk in source.chunks():
                 yield replace(chunk, set_name=set_name, source=i, first_record=first_record, **own)
                 first_record += len(chunk.numbers)

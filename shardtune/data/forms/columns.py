@@ -50,12 +50,11 @@ def names_in(value: Any, columns: Columns) -> set[str]:
     """Return the names of a record's fields, with those of turns if `columns` reach there."""
     if not columns or not isinstance(value, dict):
         return set()
-    turns = value.get(columns.get("messages") or "messages")
-    reaches = any(_TURNS in ours for ours in columns) and isinstance(turns, list)
-    in_turns = (
-        {name for turn in turns if isinstance(turn, dict) for name in turn} if reaches else ()
-    )
-    return {name for name in value if value[name] is not None} | {*in_turns}
+    names, turns = {name for name in value if value[name] is not None}, None
+    if any(_TURNS in ours for ours in columns):
+        turns = value.get(columns.get("messages") or "messages")
+    turns = turns if isinstance(turns, list) else []
+    return names.union(*(turn for turn in turns if isinstance(turn, dict)))
 
 
 def proposed(fields: Mapping[str, Any]) -> str:
