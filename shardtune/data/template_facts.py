@@ -26,6 +26,7 @@ STAND_INS = {
 _AROUND_THOUGHT = re.compile(
     rf"(<[^<>\s]*>\w*|\[[^\[\]\s]*\])\s*{NEXT_TEXT}\s*(<[^<>\s]*>|\[[^\[\]\s]*\])"
 )
+_PARTS = [{"type": "text", "text": NEXT_TEXT}]
 # Renders messages, with a generation prompt behind a single one; "" if the template raises.
 Probe = Callable[..., str]
 Words = Collection[str]
@@ -80,12 +81,14 @@ def find_facts(
     thought = dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
     begin, end = thoughts[-1]
     beside, within = _answer("a", **thought), _answer(f"{begin}\n{NEXT_TEXT}\n{end}\n\na")
+    # Some templates write parts alone.
+    text = NEXT_TEXT if NEXT_TEXT in probe(_user(NEXT_TEXT)) else _PARTS
     thinking = [{"type": "thinking", "thinking": NEXT_TEXT}, {"type": "text", "text": "a"}]
     return TemplateFacts(
         adds_date="strftime_now" in variables,
-        writes_system=NEXT_TEXT in probe({"role": "system", "content": NEXT_TEXT}, _Q),
+        writes_system=NEXT_TEXT in probe({"role": "system", "content": text}, _Q),
         keeps_thoughts=NEXT_TEXT in probe(_Q, beside, _Q),
-        ends_answers=_ends_answers(probe, stop),
+        ends_answers=_ends_answers(probe, _answer(text), stop),
         own_roles=tuple(role for role in STAND_INS if _writes_role(probe, role)),
         takes_tools=takes_tools,
         takes_bare_tools=bare_tool or not takes_tools,
@@ -111,8 +114,7 @@ def _alike(text: str, other: str) -> bool:
 
 def _takes_parts(probe: Probe) -> bool:
     """Whether it writes text parts as texts; one that writes no text at all may take them."""
-    parts = [{"type": "text", "text": NEXT_TEXT}]
-    return _is_written(parts, probe(_user(parts))) or NEXT_TEXT not in probe(_user(NEXT_TEXT))
+    return _is_written(_PARTS, probe(_user(_PARTS))) or NEXT_TEXT not in probe(_user(NEXT_TEXT))
 
 
 def _takes_bare_calls(probe: Probe) -> bool:
@@ -165,8 +167,7 @@ def _begins_turns(text: str, added: Words, bos: str, stop: re.Pattern[str]) -> t
     return tuple(token for token in is_in if not stop.fullmatch(token))
 
 
-def _ends_answers(probe: Probe, stop: re.Pattern[str]) -> str:
-    answer = _answer(NEXT_TEXT)
+def _ends_answers(probe: Probe, answer: Message, stop: re.Pattern[str]) -> str:
     for where, more in (("in the turn", []), ("in the next turn", [_user("x")])):
         if stop.search(probe(_Q, answer, *more).rpartition(NEXT_TEXT)[2]):
             return where

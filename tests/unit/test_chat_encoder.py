@@ -21,6 +21,7 @@ from helpers.chat_cases import (
     call,
     encoder,
     show,
+    shown,
     user,
     words_tokenizer,
 )
@@ -99,9 +100,8 @@ def test_a_stop_token_that_swallows_the_line_break_behind_it_is_trained():
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
-    (sequence,) = chat.encode(Conversation(TWO_TURNS)).sequences
     text = "<|im_start|>user\nq1<|im_end|><|im_start|>assistant\n‹a1<|im_end|>›"
-    assert show(tokenizer, sequence) == text + text.replace("1", "2")
+    assert shown(chat, TWO_TURNS) == [text + text.replace("1", "2")]
 
 
 def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused():
@@ -137,20 +137,17 @@ def test_tool_calls_are_trained(write, content):
     }
     template = CALLS.replace("ARGUMENTS", write)
     messages = [user("q1"), answer(content, tool_calls=[call(arguments), call({}, "g")])]
-    (sequence,) = encoder(template).encode(Conversation(messages)).sequences
     written = json.dumps(arguments, ensure_ascii=False)  # as text where objects become code
     calls = f"<call>f {written}</call><call>g {{}}</call>"
-    assert show(bytes_tokenizer(), sequence) == Q1 + A + f"‹{content or ''}{calls}<|im_end|>›\n"
+    trained = f"‹{content or ''}{calls}<|im_end|>›\n"
+    assert shown(encoder(template), messages) == [Q1 + A + trained]
 
 
 def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them():
     template = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
     messages = [user("q1"), answer("x", tool_calls=[call({"s": "é <|im_end|>"})])]
-    (sequence,) = encoder(template).encode(Conversation(messages)).sequences
-    assert (
-        show(bytes_tokenizer(), sequence)
-        == Q1 + A + '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
-    )
+    trained = '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
+    assert shown(encoder(template), messages) == [Q1 + A + trained]
 
 
 # Dates
@@ -159,13 +156,10 @@ def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them():
 def test_a_template_with_todays_date_gets_the_given_one():
     date = "\n{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{{ strftime_now( \"it's %H\" ) }}\n"
     date += "{% set f = '%d.%m.' %}{% macro d() %}{{ strftime_now(f) }}{% endmacro %}{{ d() }}"
-    (sequence,) = encoder(date + CHATML).encode(Conversation(TWO_TURNS)).sequences
-    text = show(bytes_tokenizer(), sequence)
+    (text,) = shown(encoder(date + CHATML), TWO_TURNS)
     assert text.startswith("\n09 Mar 2026, 9 Monday!it's 00\n09.03.<|im_start|>user")
-    assert (
-        encoder(date + CHATML).template.facts.adds_date
-        and not encoder(CHATML).template.facts.adds_date
-    )
+    dated, plain = (encoder(each).template.facts for each in (date + CHATML, CHATML))
+    assert dated.adds_date and not plain.adds_date
 
 
 @pytest.mark.parametrize(
@@ -174,8 +168,7 @@ def test_a_template_with_todays_date_gets_the_given_one():
 )
 def test_every_directive_of_a_date_is_written(directives):
     chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
-    (sequence,) = chat.encode(Conversation(TWO_TURNS)).sequences
-    written = show(chat.tokenizer, sequence).partition("!")[0]
+    written = shown(chat, TWO_TURNS)[0].partition("!")[0]
     assert written == datetime.datetime(2026, 3, 9).strftime(directives)
 
 
@@ -184,7 +177,7 @@ def test_a_directive_that_is_none_is_refused(directive):
     with pytest.raises(
         ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"
     ):
-        encoder("{{ strftime_now('" + directive + "') }}" + CHATML).encode(Conversation(TWO_TURNS))
+        shown(encoder("{{ strftime_now('" + directive + "') }}" + CHATML), TWO_TURNS)
 
 
 # Flags of messages
@@ -217,24 +210,17 @@ ALL_BUT_A1 = "<|im_start|>‹" + marked()[12:].replace("a1<|im_end|>", "›a1<|i
 )
 def test_flags_decide_over_loss_on(loss_on, first, second, expected):
     messages = [user("q1"), answer("a1", **first), user("q2"), answer("a2", **second)]
-    sequences = encoder(loss_on=loss_on).encode(Conversation(messages)).sequences
-    assert [show(bytes_tokenizer(), sequence) for sequence in sequences] == (
-        [expected] if expected else []
-    )
+    assert shown(encoder(loss_on=loss_on), messages) == ([expected] if expected else [])
 
 
 def test_an_untrained_turn_is_context_without_a_prompt_of_its_own():
     messages = [answer("hello", train=False), user("q1"), answer("a1")]
-    (sequence,) = encoder().encode(Conversation(messages)).sequences
-    assert (
-        show(bytes_tokenizer(), sequence) == A + "hello<|im_end|>\n" + Q1 + A + "‹a1<|im_end|>›\n"
-    )
+    assert shown(encoder(), messages) == [f"{A}hello<|im_end|>\n{Q1}{A}‹a1<|im_end|>›\n"]
 
 
 def test_a_template_does_not_see_the_flags():
     template = "{% for m in messages if 'train' in m or 'weight' in m %}!{% endfor %}" + CHATML
-    (sequence,) = encoder(template).encode(Conversation(FLAGGED)).sequences
-    assert show(bytes_tokenizer(), sequence) == marked("a2")
+    assert shown(encoder(template), FLAGGED) == [marked("a2")]
 
 
 def test_flags_that_loss_on_all_cannot_follow():
@@ -242,13 +228,13 @@ def test_flags_that_loss_on_all_cannot_follow():
     with pytest.raises(
         ChatError, match=r"messages\[0\] \(user\) is not to be trained, and data.loss_on"
     ):
-        chat.encode(Conversation([{**user("q"), "weight": 0}, answer("a")]))
+        shown(chat, [{**user("q"), "weight": 0}, answer("a")])
     rewriting = encoder(TEMPLATES["qwen3"], "all")
     messages = [user("q"), answer("a", train=False, reasoning_content="r"), *TWO_TURNS[:2]]
     with pytest.raises(
         ChatError, match=r"T rewrites messages\[1\] \(assistant\), which is not to be"
     ):
-        rewriting.encode(Conversation(messages))
+        shown(rewriting, messages)
 
 
 # Tokenizers
@@ -300,8 +286,7 @@ def test_a_template_is_chosen_by_name():
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
     tools = [{"type": "function", "function": {"name": "g"}}]
     for offered, begin in (None, "<|im_start|>"), (tools, "tools!"):
-        (sequence,) = chat.encode(Conversation(TWO_TURNS[:2], offered)).sequences
-        assert show(tokenizer, sequence).startswith(begin)
+        assert shown(chat, TWO_TURNS[:2], offered)[0].startswith(begin)
 
 
 def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out():
@@ -354,9 +339,8 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
 )
 def test_a_completion_is_trained_and_its_prompt_is_context(prompt, completion, expected):
     chat = encoder()
-    (sequence,) = chat.encode(
-        read_record({"prompt": prompt, "completion": completion})[0]
-    ).sequences
+    record, *_ = read_record({"prompt": prompt, "completion": completion})
+    (sequence,) = chat.encode(record).sequences
     assert show(chat.tokenizer, sequence) == expected
 
 

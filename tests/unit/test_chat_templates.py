@@ -380,6 +380,15 @@ def test_a_stock_template_trains_its_answers_or_is_refused(templates, name, loss
             print(name, case, encoder.encode(Conversation(*conversation(case, row))))
 
 
+def test_what_a_stock_template_does_is_found_by_trials(templates):
+    for name, row in ROWS.items():
+        facts = encoder_of(templates, name, "assistant").template.facts
+        assert facts.keeps_thoughts == (name in ("muse_glimmer", "qwen3_8"))
+        assert facts.ends_answers == ("in the next turn" if row.appended else "in the turn"), name
+        assert (facts.writes_system, facts.takes_objects) == (not row.system, not row.takes_text)
+        assert facts.takes_tools or row.call in REFUSALS, name
+
+
 def test_every_stock_template_has_a_row(templates):
     names = {path.stem for path in templates.glob("*.jinja") if not path.stem.endswith("_training")}
     assert names == set(ROWS)

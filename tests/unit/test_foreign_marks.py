@@ -58,7 +58,6 @@ def test_marks_of_other_tools_leave_answers_untrained(form, no, yes, models, tmp
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"loss": "no"}, "messages[1] (assistant): loss is 'no'"),
         ({"masked": 0.5}, "messages[1] (assistant): masked is 0.5"),
         ({"loss": True, "masked": True}, "loss and masked contradict each other"),
         ({"train_detail": []}, "messages[1] (assistant) has train_detail"),

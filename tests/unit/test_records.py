@@ -237,23 +237,6 @@ def test_sharegpt_is_read_as_messages(turns):
     )
 
 
-@given(TURNS, st.none() | st.text())
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_a_system_field_of_sharegpt_is_a_turn(turns, system):
-    """That of LLaMA-Factory's data."""
-    conversations = [{"from": name, "value": text} for (_, name), text, _ in turns]
-    record = {"conversations": conversations, "system": system}
-    system_turns = [text for (role, _), text, _ in turns if role == "system"]
-    has_system = bool(system and system.strip())
-    if has_system and system_turns and system_turns != [system]:
-        with pytest.raises(RecordError, match="has system and a system turn"):
-            read_record(record)
-        return
-    first = [{"from": "system", "value": system}] if has_system and not system_turns else []
-    expected = read_record({"conversations": [*first, *conversations]})
-    assert read_record(record) == expected
-
-
 @given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_alpaca_is_read_as_messages(instruction, more, output, system):

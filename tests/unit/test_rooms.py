@@ -138,24 +138,21 @@ NAMES = {*EXPERTS, *TOP_K, *FACTORS, "layer_types", "num_key_value_heads"}
 NAMES |= {"qk_nope_head_dim", "v_head_dim"}
 
 
-def test_no_other_file_decides_by_which_name_a_setting_goes():
-    """But for the file which narrows these settings."""
-    found = set()
-    for path in REPOSITORY.glob("shardtune/**/*.py"):
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        if any(isinstance(node, ast.Constant) and node.value in NAMES for node in nodes):
-            found.add(path.name)
-    assert found == {"traits.py", "small_copy.py"}
-
-
 FIELDS = {"conversations", "instruction", "history", "system_prompt", "kto_tag"}
 
 
-def test_only_forms_of_records_name_their_fields():
-    for path in (LIBRARY / "data").rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        named = {node.value for node in nodes if isinstance(node, ast.Constant)} & FIELDS
-        assert not named or path.parent.name == "forms", (path, named)
+def files_with(names: set[str], folder: str) -> set[str]:
+    """Return the files that have one of these texts."""
+    files = (LIBRARY / folder).rglob("*.py")
+    trees = ((path, ast.walk(ast.parse(path.read_text("utf-8")))) for path in files)
+    texts = ((path, {n.value for n in tree if isinstance(n, ast.Constant)}) for path, tree in trees)
+    return {path.relative_to(LIBRARY).as_posix() for path, found in texts if found & names}
+
+
+def test_no_other_file_decides_by_which_name_a_setting_or_a_field_goes():
+    """But for the file which narrows these settings."""
+    assert files_with(NAMES, ".") == {"model/traits.py", "model/small_copy.py"}
+    assert all(name.startswith("data/forms/") for name in files_with(FIELDS, "data"))
 
 
 @pytest.mark.parametrize(
