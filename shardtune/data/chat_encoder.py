@@ -95,15 +95,9 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
 class ChatEncoder:
     """Turns records into token ids and their trained flags. It can be pickled.
 
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        stop_token_ids: the tokens at which generation stops, first the eos, which is appended
-            where there is none. UserError if the tokenizer has none of them.
-        loss_on: `data.loss_on`; `all` means every token but the first of a sequence.
-        date: the date for templates that insert today's: the same data gives the same tokens
-            tomorrow.
-        name: the template's, in messages.
-        options: variables for the template.
+    `stop_token_ids`: where generation stops, first the eos, which is appended where there is none;
+    UserError if the tokenizer has none. `date`: for templates that insert today's, so that the same
+    data gives the same tokens tomorrow. `name` and `options`: of the template.
     """
 
     def __init__(

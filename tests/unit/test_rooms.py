@@ -151,7 +151,7 @@ def files_with(names: set[str], folder: str) -> set[str]:
 
 def test_no_other_file_decides_by_which_name_a_setting_or_a_field_goes():
     """But for the file which narrows these settings."""
-    assert files_with(NAMES, ".") == {"model/traits.py", "model/small_copy.py"}
+    assert files_with(NAMES, ".") == {"model/traits.py", "model/source/small_copy.py"}
     assert all(name.startswith("data/forms/") for name in files_with(FIELDS, "data"))
 
 

@@ -32,17 +32,26 @@ class Form(NamedTuple):
     beside: tuple[str, ...] = ()  # fields that it reads, too
     name: str = ""  # in the log, of a form of other tools
     has_answers: bool = True  # good or bad ones, by their label
+    as_chat: str = ""  # how to read the record where a field that it loses is read
+    # Refuses fields beside it that nothing reads: those of all forms, where it is None.
+    refuse: Callable[[Mapping[str, Any], Sequence[str]], None] | None = None
+    marks: tuple[str, ...] = ()  # only with one of these it is meant beside another form
 
 
-_TEXT = Form(plain_text.FIELDS, plain_text.read, has_answers=False)
-_TOKENS = Form(token_rows.FIELDS, token_rows.read, token_rows.BESIDE, has_answers=False)
 _FORMS = (
     Form(messages.FIELDS, messages.read),
     Form(sharegpt.FIELDS, sharegpt.read, name=sharegpt.NAME),
-    Form(prompt_completion.FIELDS, prompt_completion.read),
+    Form(prompt_completion.FIELDS, prompt_completion.read, as_chat=prompt_completion.AS_CHAT),
     Form(alpaca.FIELDS, alpaca.read, alpaca.BESIDE, alpaca.NAME),
-    _TEXT,
-    _TOKENS,
+    Form(plain_text.FIELDS, plain_text.read, has_answers=False),
+    Form(
+        token_rows.FIELDS,
+        token_rows.read,
+        token_rows.BESIDE,
+        has_answers=False,
+        refuse=token_rows.refuse,
+        marks=token_rows.TRAINED_TOKENS,
+    ),
 )
 # Marks of good answers in data that also has bad ones (KTO). Tables hold them as text.
 _LABELS = ("label", "kto_tag")
@@ -87,16 +96,17 @@ def read_record(
         record = with_what_stands_beside(record, fields, notes)
         used.update(BESIDE_TURNS)
     unread = [name for name in fields if name not in used]
-    _refuse_lost(form, fields, [*unread, *columns_beside])
-    notes += _media_tags(record, [*unread, *columns_beside])
+    beside = [*unread, *columns_beside]
+    form.refuse(fields, beside) if form.refuse else _refuse_lost(form, fields, beside)
+    notes += _media_tags(record, beside)
     return ReadRecord(record, unread, notes)
 
 
 def forms_of(fields: Mapping[str, Any]) -> list[Form]:
     """Return each form in which a record with these fields can be read, or raise RecordError."""
     forms = [form for form in _FORMS if fields.keys() >= {*form.fields}]
-    if len(forms) > 1 and not fields.keys() & {*token_rows.TRAINED_TOKENS}:
-        forms = [form for form in forms if form is not _TOKENS]  # libraries keep them beside texts
+    if len(forms) > 1:
+        forms = [form for form in forms if not form.marks or fields.keys() & {*form.marks}]
     if forms:
         return forms
     names = ", or ".join(" and ".join(form.fields) for form in _FORMS)
@@ -109,7 +119,7 @@ def _form_of(fields: Mapping[str, Any]) -> Form:
     forms = forms_of(fields)
     if len(forms) > 1:
         names = " or as ".join(" and ".join(form.fields) for form in forms)
-        other = forms[0].fields[0] if forms[-1] is _TOKENS else forms[-1].fields[-1]
+        other = forms[0].fields[0] if forms[-1].marks else forms[-1].fields[-1]
         remedy = f"say which field not to read, such as data.columns={{{other}: null}}"
         raise RecordError(f"can be read as {names} - {remedy}")
     return forms[0]
@@ -130,33 +140,15 @@ def _good_labels(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _refuse_lost(form: Form, fields: Mapping[str, Any], unread: Iterable[str]) -> None:
     """Raise RecordError for a field that other tools read and this form does not."""
-    if form is _TOKENS:
-        _refuse_beside_tokens(fields, unread)
-        return
     for name in unread:
         if name in _READ_ELSEWHERE and (value := fields.get(name)) and value != "[]":
-            chat = '"data.columns={instruction: prompt, output: completion}" to read it in a chat'
-            is_text = form.fields == prompt_completion.FIELDS and name != "loss_mask"
-            remedy = (
-                f"write {f'{chat}, or ' if is_text else ''}{_leaving_out(name)} to leave it out"
-            )
-            fields_used = " and ".join(form.fields)
-            raise RecordError(f"has {name} beside {fields_used}, which do not use it - {remedy}")
-    if "role" in fields and form is _TEXT:
-        what = "has role beside text, so it is one message of a conversation"
-        remedy = f"write records with messages, or {_leaving_out('role')} to train each as a text"
-        raise RecordError(f"{what} - {remedy}")
-
-
-def _refuse_beside_tokens(fields: Mapping[str, Any], unread: Iterable[str]) -> None:
-    is_marked = bool(fields.keys() & {*token_rows.TRAINED_TOKENS})
-    for name in unread:
-        if name in token_rows.MASKS and not is_marked:
-            columns = f'"data.columns={{loss_mask: {name}}}"'
-            raise RecordError(f"has {name} beside input_ids - write {columns} to train by it")
-        if name in token_rows.PACKED:
-            what = f"has {name}, so the row may hold several documents, which would see one another"
-            raise RecordError(f"{what} - write a record for each: data.packing packs them")
+            what = f"has {name} beside {' and '.join(form.fields)}, which do not use it"
+            as_chat = f"{form.as_chat}, or " if form.as_chat and name != "loss_mask" else ""
+            raise RecordError(f"{what} - write {as_chat}{_leaving_out(name)} to leave it out")
+        if name == "role" and not form.has_answers:
+            what = "has role beside text, so it is one message of a conversation"
+            remedy = f"write records with messages, or {_leaving_out('role')} to train each"
+            raise RecordError(f"{what} - {remedy}")
 
 
 def _leaving_out(name: str) -> str:

@@ -7,6 +7,7 @@ from shardtune.data.forms.turns import Fields, has_turns, parsed
 from shardtune.data.outcomes import Outcome
 
 FIELDS = ("prompt", "completion")
+AS_CHAT = '"data.columns={instruction: prompt, output: completion}" to read it in a chat'
 
 
 def read(fields: Fields) -> Conversation | Text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardtune.data.conversation import TokenRow
@@ -13,9 +13,9 @@ FIELDS = ("input_ids",)
 TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained
 BESIDE = (*TRAINED_TOKENS, "attention_mask", "position_ids")
 # Names of other tools for loss_mask, and for where the documents of a packed row begin.
-MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
-PACKED = {"seq_lengths", "seq_lens", "sequence_lengths", "seq_start_id", "cu_seqlens"}
-PACKED |= {"cu_seq_lens_q", "segment_ids", "document_ids", "doc_ids", "sequence_ids"}
+_MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
+_PACKED = {"seq_lengths", "seq_lens", "sequence_lengths", "seq_start_id", "cu_seqlens"}
+_PACKED |= {"cu_seq_lens_q", "segment_ids", "document_ids", "doc_ids", "sequence_ids"}
 _UNTRAINED = -100  # in labels, as transformers has them
 _REMEDIES = {
     "input_ids": "the id of a token, an integer of at least 0",
@@ -61,3 +61,15 @@ def read(fields: Fields) -> TokenRow:
     if end - begin < len(ids):
         fields.notes.append((Outcome.PADDING_CUT, ""))
     return TokenRow(tuple(ids[begin:end]), flags[0] if flags else None)
+
+
+def refuse(fields: Mapping[str, Any], unread: Sequence[str]) -> None:
+    """Raise RecordError for a mask of another name, or documents of a packed row."""
+    is_marked = any(name in fields for name in TRAINED_TOKENS)
+    for name in unread:
+        if name in _MASKS and not is_marked:
+            columns = f'"data.columns={{loss_mask: {name}}}"'
+            raise RecordError(f"has {name} beside input_ids - write {columns} to train by it")
+        if name in _PACKED:
+            what = f"has {name}, so the row may hold several documents, which would see one another"
+            raise RecordError(f"{what} - write a record for each: data.packing packs them")
