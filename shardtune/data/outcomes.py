@@ -61,7 +61,7 @@ class Outcome(Enum):
     MEDIA_TAG = "records with {} in their text, which is trained as text", True
     RENDERED_TEXT = "texts rendered already, by {}: all is trained, the questions too", True
     RENDERED_PROMPT = "prompts or completions rendered already, by {}: the latter are trained"
-    RENDERED_MESSAGE = "conversations that hold {} of the chat template: do they speak of it?", True
+    RENDERED_MESSAGE = "conversations that hold {} of the chat template, as rendered ones do", True
     RENDERED_TOOLS = "conversations whose tools stand in the system text, too: written twice", True
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     MARKED = "answers that their mark {} leaves untrained"
@@ -78,7 +78,7 @@ class Outcome(Enum):
     EMPTY_QUESTION = "questions without a text", True
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
     EMPTY_THOUGHT = "answers that train an empty thought"
-    EMPTY_THOUGHT_BUT = "answers that train an empty thought, but for data.template_options={}"
+    EMPTY_THOUGHT_BUT = "answers that train an empty thought; data.template_options={} avoids it"
     UNREAD_OPTION = "records with the option {}, which the chat template does not read", True
     UNTRAINED = "records without a token to train, dropped", True
     END_APPENDED = "records to which the end token was appended"

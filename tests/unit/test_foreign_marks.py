@@ -403,7 +403,7 @@ def test_thoughts_that_the_template_takes_in_are_no_rendered_text(models, tmp_pa
     model = save_model(tmp_path / "model", template, more=["<think>", "</think>"])
     run = Run(model, file)
     assert trained(run) == [f"Hm\n</think>\n\nYes.{END}"]
-    assert "rendered already" not in str(run.prepared.lines)
+    assert "of the chat template" not in str(run.prepared.lines)
     asked = chat("What does <think> do?", "<think>\nHm\n</think>\n\nYes.")
     run = Run(model, write(tmp_path / "a.jsonl", [asked]))
     assert "WARNING: conversations that hold <think>" in str(run.prepared.lines)
