@@ -65,8 +65,11 @@ def inspect_data(
             of = f" ({source})" if source else ""
             print(f"Record {record}{of} of {place}: {len(tokens)} tokens, {sum(trained)} trained")
             print(picture(encoder.tokenizer, tokens, trained) + "\n")
-    facts = asdict(encoder.template.facts)
-    for line in [*lines(prepared), f"Chat template: {json.dumps(facts, ensure_ascii=False)}"]:
+    said = lines(prepared)
+    if encoder.tokenizer.chat_template:
+        facts = json.dumps(asdict(encoder.template.facts), ensure_ascii=False)
+        said.append(f"Chat template: {facts}")
+    for line in said:
         print(line, file=sys.stderr if as_json else sys.stdout)
 
 
