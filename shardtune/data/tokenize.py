@@ -44,25 +44,24 @@ class SetChunk(RecordSums):
         self, first: FirstRecord, encoded: EncodedRecord, data: DataConfig, bos_ids: list[int]
     ) -> None:
         """Add the sequences of a record, cut to `data.max_length`, and count its outcomes."""
-        self.n_records += 1
-        for note in encoded.notes:
-            self.outcomes.add(*note)
         whole = encoded.too_long or encoded.sequences
-        self.longest = max([self.longest, *(len(s.input_ids) for s in whole)])
-        if not any(any(s.trained[1:]) for s in whole):
-            self.outcomes.add(Outcome.UNTRAINED)
-        else:
-            self.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
+        sums = RecordSums(1, longest=max((len(s.input_ids) for s in whole), default=0))
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        for note in encoded.notes:
+            sums.outcomes.add(*note)
+        if any(any(s.trained[1:]) for s in whole):
+            sums.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
             if encoded.apart:
-                self.outcomes.add(encoded.apart, tokens_added=encoded.added_tokens)
-            rows = cut_to_rows(encoded, data, self.outcomes, bos_ids)
+                sums.outcomes.add(encoded.apart, tokens_added=encoded.added_tokens)
+            rows = cut_to_rows(encoded, data, sums.outcomes, bos_ids)  # which may refuse the record
             self.sequences += [(tokens, trained, first.record) for tokens, trained in rows]
-            self.n_sequences += len(rows)
-            if rows:
-                self.hashes.append(hash_of(first.record, (tokens for tokens, _ in rows)))
-        for key in self.outcomes.keys() - self.first_records.keys():
-            if self.outcomes[key]:
-                self.first_records[key] = first
+        else:
+            sums.outcomes.add(Outcome.UNTRAINED)
+        if rows:
+            self.hashes.append(hash_of(first.record, (tokens for tokens, _ in rows)))
+        sums.n_sequences = len(rows)
+        sums.first_records = {key: first for key, count in sums.outcomes.items() if count}
+        self.include(sums)
 
 
 @dataclass
