@@ -80,7 +80,7 @@ def _train(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.data.arguments import add_arguments
+    from shardtune.report.arguments import add_arguments
 
     add_arguments(parser)
     options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
@@ -102,7 +102,7 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
         return
     if not options.html:
         with imports_without_gc():
-            from shardtune.data.inspect_data import inspect_data
+            from shardtune.report.inspect_data import inspect_data
 
         inspect_data(options.config, options.assignments, options.records, options.json)
         return

@@ -4,41 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from shardtune.data.dataset import TokenDataset
-from shardtune.data.prompts import UnfinishedTexts
+
+class Sequences(Protocol):
+    """Sequences by their number: token ids int64 [length], and which are trained, bool [length]."""
+
+    lengths: np.ndarray  # tokens of each
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
+# The documents a b c and d e, of which b, c and e are trained, as a flat batch:
+#
+#     input_ids       a b c d e       [1, tokens]
+#     position_ids    0 1 2 0 1       [1, tokens], restart with each document
+#     attention_mask  None
+#     boundaries      0     3   5     begin of each document in the row, and the end
+#     predicting      0 1   3         positions whose next token is trained
+#     targets         b c   e         that token
+#
+# Attention keeps documents apart by `boundaries`, or by the positions, as transformers does.
+# And as a padded batch, a row for each document:
+#
+#     input_ids       a b c           [documents, longest]
+#                     d e 0
+#     position_ids    None
+#     attention_mask  1 1 1           [documents, longest]
+#                     1 1 0
+#     predicting      0 1   3         positions in the flattened rows
+#     targets         b c   e
+#
+# Padding is on the right, where causal attention does not look.
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of one micro-batch of one rank, flat or padded.
-
-    The documents a b c and d e, of which b, c and e are trained, as a flat batch:
-
-        input_ids       a b c d e       [1, tokens]
-        position_ids    0 1 2 0 1       [1, tokens], restart with each document
-        attention_mask  None
-        boundaries      0     3   5     begin of each document in the row, and the end
-        predicting      0 1   3         positions whose next token is trained
-        targets         b c   e         that token
-
-    Attention keeps documents apart by `boundaries`, or by the positions, as transformers does.
-    And as a padded batch, a row for each document:
-
-        input_ids       a b c           [documents, longest]
-                        d e 0
-        position_ids    None
-        attention_mask  1 1 1           [documents, longest]
-                        1 1 0
-        predicting      0 1   3         positions in the flattened rows
-        targets         b c   e
-
-    Padding is on the right, where causal attention does not look.
-    """
+    """The sequences of one micro-batch of one rank, flat or padded."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None
@@ -91,7 +94,7 @@ def slice_lengths(tokens: int, ranks: int) -> list[int]:
 
 
 def build_batch(
-    dataset: TokenDataset | UnfinishedTexts,
+    dataset: Sequences,
     sequences: list[int],
     is_flat: bool,
     share: tuple[int, int] = (0, 1),

@@ -1,28 +1,21 @@
-"""The cache of tokenized data: a directory for each content, published whole by one rename.
-
-A file of digests in it tells a damaged entry, which is made anew.
-"""
+"""The cache of tokenized data: a directory for each content, published whole by one rename."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
-from shardtune.config import DataConfig
-from shardtune.data.chat_encoder import ChatEncoder
-from shardtune.data.sources import Source
 from shardtune.run_files import cache_folder
 
-_DIGESTS = "digests.xxh128"  # in the form that `xxhsum -c` reads
+# It tells a damaged entry, which is made anew; in the form that `xxhsum -c` reads.
+_DIGESTS = "digests.xxh128"
 
 
 def cache_root() -> Path:
@@ -30,34 +23,8 @@ def cache_root() -> Path:
     return cache_folder("data")
 
 
-def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
-    """Return a digest of everything that an entry depends on, 32 hexadecimal digits.
-
-    Raises:
-        UserError: a data file cannot be read.
-    """
-    tokenizer = encoder.tokenizer
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
-    code = sorted(Path(__file__).parent.glob("*.py"))
-    parts = [
-        {name: [source.digest() for source in sources] for name, sources in sets.items()},
-        [data.columns, data.roles, data.template_options],
-        [data.loss_on, data.max_length, data.overflow, data.on_broken],
-        [0.0 if data.eval else data.eval_fraction],
-        [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
-        str(encoder.template.date) if encoder.template.uses_date else "",
-        [file.read_text("utf-8") for file in code],
-        [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
-
-
 def damaged_files(entry: Path) -> list[str]:
-    """Return the names of the files that are missing or differ from their digests.
-
-    Reads every byte. An entry without digests is damaged as well.
-    """
+    """Return the names of the files that are missing or differ from their digests."""
     try:
         recorded = (entry / _DIGESTS).read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -80,14 +47,9 @@ def _digests(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def new_entry(entry: Path) -> Iterator[Path]:
-    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error.
-
-    The new files replace those of an existing entry. These are equal, since the key decides every
-    byte, or damaged. A process that maps an old file keeps it.
-
-    Raises:
-        OSError: the cache cannot be written.
-    """
+    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error."""
+    # The new files replace those of an existing entry. These are equal, since the key decides every
+    # byte, or damaged. A process that maps an old file keeps it.
     folder = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
     try:
         folder.mkdir(parents=True)

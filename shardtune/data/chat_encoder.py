@@ -1,16 +1,15 @@
-"""The trained tokens of a record are those that the model must generate, with the stop token.
+"""The trained tokens of a record are those that the model must generate, with the stop token."""
 
-At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
-must then write T = what the template writes after that prompt for the turn, through the stop
-token. So the text of a trained turn is P + T, with T trained. A conversation fits into one
-sequence when its rendering begins with P + T of every trained turn. Where it does not (the template
-rewrites earlier turns), each turn is a sequence of its own.
-
-Contents are never searched for: they may be trimmed, repeated, or hold template markup. T is found
-because the rendering begins with P, its end because only stop tokens follow. Otherwise the
-conversation is rendered again with marks at the end of a message's texts, which count only if the
-rendering is the same without them. A turn that cannot be verified is refused with a `ChatError`.
-"""
+# At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
+# must then write T = what the template writes after that prompt for the turn, through the stop
+# token. So the text of a trained turn is P + T, with T trained. A conversation fits into one
+# sequence when its rendering begins with P + T of every trained turn. Where it does not (the
+# template rewrites earlier turns), each turn is a sequence of its own.
+#
+# Contents are never searched for: they may be trimmed, repeated, or hold template markup. T is
+# found because the rendering begins with P, its end because only stop tokens follow. Otherwise the
+# conversation is rendered again with marks at the end of a message's texts, which count only if
+# the rendering is the same without them. A turn that cannot be verified is refused.
 
 from __future__ import annotations
 
@@ -18,31 +17,22 @@ import copy
 import datetime
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from shardtune.data.chat_template import ChatError, ChatTemplate, Tools
-from shardtune.data.conversation import Conversation, Turn
-from shardtune.data.messages import (
-    Message,
-    is_empty,
-    train_flag,
-    with_one_text,
-    without_flags,
-)
+from shardtune.data.chat_template import NO_OPTIONS, ChatError, ChatTemplate, Options
+from shardtune.data.conversation import Conversation, Record, TokenRow, is_empty
 from shardtune.data.outcomes import Note, Outcome
+from shardtune.data.rendered_chat import RenderedChat, Turn
 from shardtune.errors import UserError
 
 _MOST_VARIANTS = 64
 _EMPTY: Note = (Outcome.EMPTY_ANSWER, "")
 _EMPTY_QUESTION: Note = (Outcome.EMPTY_QUESTION, "")
-Record = dict[str, Any]
-Text = str | list[Message]
 Offsets = list[tuple[int, int]]
 
 
@@ -60,33 +50,23 @@ class TrainedTurn:
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """One sequence before packing; `input_ids` and `trained` have one entry a token.
-
-    `trained[i]`: the loss counts token i as a target; never the first token, which nothing
-    predicts. `turns`: in their order; a plain text has none.
-    """
+    """One sequence before packing; `input_ids` and `trained` have one entry a token."""
 
     input_ids: list[int]
-    trained: list[bool]
-    turns: list[TrainedTurn] = field(default_factory=list)
+    trained: list[bool]  # as targets of the loss; never the first token, which nothing predicts
+    turns: list[TrainedTurn] = field(default_factory=list)  # a plain text has none
 
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """The sequences of one record, in the order of their turns; none if it trains nothing.
-
-    `apart`: why its turns do not stand in one rendering of the whole conversation. `added_tokens`:
-    the number of tokens beyond that rendering.
-    `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
-    its other outcomes, with details. `too_long`: the sequences of the whole record,
-    if it did not fit and `sequences` hold its leading turns alone.
-    """
+    """The sequences of one record, in the order of their turns; none if it trains nothing."""
 
     sequences: list[EncodedSequence]
-    added_tokens: int = 0
-    appended_stop: bool = False
-    apart: Outcome | None = None
-    notes: tuple[Note, ...] = ()
+    added_tokens: int = 0  # beyond one rendering of the whole conversation
+    appended_stop: bool = False  # which the rendering of the last turn lacks
+    apart: Outcome | None = None  # why its turns do not stand in one rendering
+    notes: tuple[Note, ...] = ()  # its other outcomes
+    # Of the whole record, if it did not fit and `sequences` hold its leading turns alone.
     too_long: list[EncodedSequence] = field(default_factory=list)
 
     def fits(self, max_length: int) -> bool:
@@ -98,10 +78,7 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
     """Return the ids that end a turn: the tokenizer's eos, then the model's `eos_token_id`s.
 
     The model's ids are in the generation config or, where that names none, in the model's config.
-    `model_path` is a local directory or a hub id.
-
-    Raises:
-        OSError: the generation config cannot be read.
+    Raises OSError where the generation config cannot be read.
     """
     try:
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
@@ -116,23 +93,11 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
 
 
 class ChatEncoder:
-    """Turns records, as `check_record` returns them, into token ids and their trained flags.
+    """Turns records into token ids and their trained flags. It can be pickled.
 
-    Keeps nothing between records and can be pickled.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        stop_token_ids: the tokens at which generation stops, first the eos, which is appended
-            where there is none.
-        loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (every token
-            but the first of a sequence, special tokens included).
-        date: the date for templates that insert today's (`template.uses_date`), fixed so that the
-            same data gives the same tokens tomorrow.
-        template_name: the template's name in messages.
-        template_options: variables for the template.
-
-    Raises:
-        UserError: the tokenizer has no stop token.
+    `stop_token_ids`: where generation stops, first the eos, which is appended where there is none;
+    UserError if the tokenizer has none. `date`: for templates that insert today's, so that the same
+    data gives the same tokens tomorrow. `name` and `options`: of the template.
     """
 
     def __init__(
@@ -141,22 +106,18 @@ class ChatEncoder:
         stop_token_ids: Collection[int],
         loss_on: str,
         date: datetime.date,
-        template_name: str = "the chat template",
-        template_options: Mapping[str, Any] | None = None,
+        name: str = "the chat template",
+        options: Options = NO_OPTIONS,
     ) -> None:
         texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids}
         # A text cannot hold an id that the tokenizer cannot write (a padded vocabulary).
         texts = {i: text for i, text in texts.items() if text}
         if not texts:
-            raise UserError(
-                "the tokenizer has no stop token - set its eos_token or the eos_token_id in "
-                "the model's generation_config.json"
-            )
+            remedy = "set its eos_token, or eos_token_id in the model's generation_config.json"
+            raise UserError(f"the tokenizer has no stop token - {remedy}")
         self.tokenizer, self.loss_on = tokenizer, loss_on
         self.stop_token_ids = list(texts)
-        self.template = ChatTemplate(
-            tokenizer, template_name, date, list(texts.values()), template_options or {}
-        )
+        self.template = ChatTemplate(tokenizer, name, date, list(texts.values()), options)
         self._variants: dict[str, ChatEncoder] = {}
         self._added_ids = set(tokenizer.get_added_vocab().values())
         self._largest_id = max(tokenizer.get_vocab().values())
@@ -165,12 +126,8 @@ class ChatEncoder:
             (full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), []
         )
 
-    def variant(self, loss_on: str, options: Mapping[str, Any]) -> ChatEncoder:
-        """Return an encoder with another `loss_on`, and with more options for the template.
-
-        Raises:
-            RecordError: the template gets one of these options from elsewhere.
-        """
+    def variant(self, loss_on: str, options: Options) -> ChatEncoder:
+        """Return an encoder with another `loss_on`, and with more options for the template."""
         if not options and loss_on == self.loss_on:
             return self
         key = json.dumps([loss_on, options], sort_keys=True, default=str)
@@ -185,85 +142,39 @@ class ChatEncoder:
         return self._variants[key]
 
     def encode(self, record: Record) -> EncodedRecord:
-        """Encode the used fields of a record, as `check_record` returns them.
+        """Encode a record. Raises RecordError where it cannot be encoded exactly."""
+        if isinstance(record, Conversation):
+            return self.part_encoder(record)(len(record.messages))
+        if isinstance(record, TokenRow):
+            return self._encode_tokens(record)
+        if record.prompt is None:
+            ids = self._with_bos(self._tokenize(record.text)[0])
+            return self._with_stop(ids, [True] * len(ids))
+        return self._encode_completion(record.prompt, record.text)
 
-        Raises:
-            RecordError: the record cannot be encoded exactly.
-            UserError: it has messages and the tokenizer has no chat template.
-        """
-        if "input_ids" in record:
-            return self.encode_tokens(record["input_ids"], record.get("loss_mask"))
-        if "text" in record:
-            return self.encode_text(record["text"])
-        tools = record.get("tools")
-        if "messages" in record:
-            return self.encode_messages(record["messages"], tools)
-        return self.encode_prompt_completion(record["prompt"], record["completion"], tools)
+    def part_encoder(self, conversation: Conversation) -> Callable[[int], EncodedRecord]:
+        """Return a function of `end` that encodes messages[:end] of a conversation.
 
-    def encode_messages(
-        self, messages: list[Message], tools: Tools = None, first: int = 0
-    ) -> EncodedRecord:
-        """Encode a conversation, in which assistant turns before index `first` are context.
-
-        A message's own flag, `train` or `weight`, decides before that and `loss_on`.
-
-        Raises:
-            ChatError: the template raises, or its text does not show what must be generated.
-            UserError: the tokenizer has no chat template.
-        """
-        return self.part_encoder(messages, tools, first)(len(messages))
-
-    def part_encoder(
-        self, messages: list[Message], tools: Tools, first: int = 0
-    ) -> Callable[[int], EncodedRecord]:
-        """Return a function of `end` that encodes messages[:end].
-
-        The turns to train are chosen from all messages, as `encode_messages` says, which has the
-        errors too. Each turn is rendered and verified once, however often the function is called.
+        The turns to train are chosen from all messages, each is verified once. Raises ChatError
+        where their text does not show what must be generated, UserError without a chat template.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"the data has messages, and the tokenizer of {self.tokenizer.name_or_path} has no "
-                "chat template - use an instruction-tuned model's tokenizer, put a "
-                "chat_template.jinja beside it, or write records with prompt and completion, or "
-                "text"
+                "chat template - use that of an instruction-tuned model, name a file with one in "
+                "data.chat_template, or write records with prompt and completion, or text"
             )
-        notes: list[Note] = []
-        in_its_form = [self.template.in_its_form(message) for message in messages]
-        messages = [message for message, _ in in_its_form]
-        notes += [note for _, note in in_its_form if note]
-        has_parts = any(isinstance(message.get("content"), list) for message in messages)
-        if has_parts and self.template.takes_one_text:
-            messages = [*map(with_one_text, messages)]
-            notes.append((Outcome.PARTS_JOINED, ""))
-        if tools and not self.template.takes_bare_tools:
-            tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-        chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
-        assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}
-        trained = [i for i in assistant if i >= first]
-        if self.loss_on == "last":
-            trained = trained[-1:]
-        elif self.loss_on == "all" and (others := [i for i in flags if i not in assistant]):
-            raise ChatError(
-                f"messages[{others[0]}] ({messages[others[0]]['role']}) is not to be trained, and "
-                "data.loss_on=all trains every message - remove its flag, or choose "
-                "data.loss_on=assistant"
-            )
-        if trained[:1] == [0] and self.loss_on != "all":  # no prompt leads to it: it is context
-            trained = trained[1:]
-            notes.append((Outcome.LEADING_ANSWER, ""))
-        marked = [i for i in assistant if flags.get(i) and i not in trained]
-        notes += [(Outcome.TRAINED_BY_MARK, self.loss_on)] * len(marked)
-        trained = [i for i in assistant if flags.get(i, i in trained)]
-        untrained = [i for i in assistant if flags.get(i) is False]
-        encode = (
-            partial(self._encode_all, untrained) if self.loss_on == "all" else self._encode_turns
-        )
+        messages, tools, notes = self.template.in_its_form(conversation)
+        chat = RenderedChat(self.template, messages, tools)
+        trained, untrained = self._choose_turns(conversation, notes)
 
         def encode_part(end: int) -> EncodedRecord:
-            encoded = encode(chat, trained, end)
-            empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
+            within = [i for i in trained if i < end]
+            if self.loss_on == "all":
+                encoded = self._encode_all(chat, within, [i for i in untrained if i < end], end)
+            else:
+                encoded = self._encode_turns(chat, within, end)
+            empty = [_EMPTY for i in within if is_empty(messages[i])]
             asked = (m for m in messages[:end] if m["role"] == "user")
             empty += [_EMPTY_QUESTION for message in asked if is_empty(message)]
             of_all = notes if end == len(messages) else ()
@@ -271,9 +182,31 @@ class ChatEncoder:
 
         return encode_part
 
-    def _encode_turns(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
+    def _choose_turns(
+        self, conversation: Conversation, notes: list[Note]
+    ) -> tuple[list[int], list[int]]:
+        """Return the turns that are trained, and those that their marks leave untrained."""
+        messages, flags = conversation.messages, conversation.train_flags
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        trained = [i for i in answers if i >= conversation.first]
+        if self.loss_on == "last":
+            trained = trained[-1:]
+        elif self.loss_on == "all" and (others := [i for i in flags if i not in answers]):
+            raise ChatError(
+                f"messages[{others[0]}] ({messages[others[0]]['role']}) is not to be trained, and "
+                "data.loss_on=all trains every message - remove its flag, or choose another"
+            )
+        if trained[:1] == [0] and self.loss_on != "all":  # no prompt leads to it: it is context
+            trained = trained[1:]
+            notes.append((Outcome.LEADING_ANSWER, ""))
+        marked = [i for i in answers if flags.get(i) and i not in trained]
+        notes += [(Outcome.TRAINED_BY_MARK, self.loss_on)] * len(marked)
+        untrained = [i for i in answers if flags.get(i) is False]
+        return [i for i in answers if flags.get(i, i in trained)], untrained
+
+    def _encode_turns(self, chat: RenderedChat, trained: list[int], end: int) -> EncodedRecord:
         """Encode messages[:end], in which these turns are trained."""
-        turns = [chat.turn(i) for i in trained if i < end]
+        turns = [chat.turn(i) for i in trained]
         if not turns:
             return EncodedRecord([])
         is_last = turns[-1].index == end - 1
@@ -293,7 +226,7 @@ class ChatEncoder:
         return EncodedRecord(sequences, added, turns[-1].appended, apart, notes)
 
     def _encode_all(
-        self, untrained: list[int], chat: Conversation, trained: list[int], end: int
+        self, chat: RenderedChat, trained: list[int], untrained: list[int], end: int
     ) -> EncodedRecord:
         """Encode messages[:end]; every token is trained, except in the `untrained` turns."""
         if not end:
@@ -301,15 +234,14 @@ class ChatEncoder:
         messages, appended = chat.messages[:end], False
         text = chat.render(messages)
         if messages[-1]["role"] == "assistant":  # the stop token may have to be appended
-            last = Conversation(self.template, messages, chat.tools).turn(end - 1)
+            last = RenderedChat(self.template, messages, chat.tools).turn(end - 1)
             text, appended = last.text, last.appended
         for i in trained:
-            if i < end:
-                chat.require_texts(i, text)
-                chat.require_parts(i, messages)
+            chat.require_texts(i, text)
+            chat.require_parts(i, messages)
         ids, offsets = self._tokenize(text)
         flags = [t > 0 for t in range(len(ids))]
-        for i in (i for i in untrained if i < end):
+        for i in untrained:
             turn = chat.turn(i)
             if not text.startswith(turn.text[: turn.end]):
                 raise ChatError(
@@ -322,20 +254,12 @@ class ChatEncoder:
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
         return EncodedRecord([sequence], 0, appended, notes=notes)
 
-    def encode_prompt_completion(
-        self, prompt: Text, completion: Text, tools: Tools = None
-    ) -> EncodedRecord:
-        """Encode a prompt and its completion; the completion and one end token are trained.
+    def _encode_completion(self, prompt: str, completion: str) -> EncodedRecord:
+        """Encode two texts; the completion and one end token are trained.
 
-        A text as prompt has the tokens that the model gets at inference, with BOS, even where the
-        completion would merge into the last one; `loss_on=all` trains the prompt too. Two lists of
-        messages are one conversation, in which only the completion's turns are trained.
-
-        Raises:
-            ChatError: as `encode_messages`, or the tokenizer cannot begin a text as the completion.
+        The prompt has the tokens that the model gets at inference, with BOS, even where the
+        completion would merge into the last one; `loss_on=all` trains it too.
         """
-        if not isinstance(prompt, str) or not isinstance(completion, str):
-            return self.encode_messages([*prompt, *completion], tools, first=len(prompt))
         self.template.require_closed("completion", completion)
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
@@ -344,30 +268,20 @@ class ChatEncoder:
         empty = [_EMPTY_QUESTION] * (not prompt.strip()) + [_EMPTY] * (not completion.strip())
         return replace(encoded, notes=tuple(empty)) if empty else encoded
 
-    def encode_tokens(self, ids: Sequence[int], loss_mask: Sequence[bool] | None) -> EncodedRecord:
-        """Encode tokens as they are; those of `loss_mask` are trained, or all with `loss_on=all`.
-
-        Raises:
-            ChatError: nothing says which are trained, or the tokenizer has no such token.
-        """
-        if loss_mask is None and self.loss_on != "all":
+    def _encode_tokens(self, row: TokenRow) -> EncodedRecord:
+        """Encode tokens as they are; those of its mask are trained, or all with `loss_on=all`."""
+        if row.loss_mask is None and self.loss_on != "all":
             raise ChatError(
-                "has input_ids without labels or loss_mask, which say what is trained - add one of "
-                "them, or write data.loss_on=all (for one source of several its loss_on: all) to "
-                "train every token"
+                "has input_ids without labels or loss_mask, which say what is trained - add one, "
+                "or train every token by data.loss_on=all, or loss_on: all of the source"
             )
-        if (largest := max(ids)) > self._largest_id:
+        if (largest := max(row.input_ids)) > self._largest_id:
             raise ChatError(
                 f"has the token {largest}, and the largest one of the tokenizer is "
                 f"{self._largest_id} - use the tokenizer that wrote the data"
             )
-        trained = loss_mask or [True] * len(ids)
-        return EncodedRecord([EncodedSequence([*ids], [False, *trained[1:]])])
-
-    def encode_text(self, text: str) -> EncodedRecord:
-        """Encode a plain text, all trained, with the tokenizer's BOS and an eos, each once."""
-        ids = self._with_bos(self._tokenize(text)[0])
-        return self._with_stop(ids, [True] * len(ids))
+        trained = row.loss_mask or [True] * len(row.input_ids)
+        return EncodedRecord([EncodedSequence([*row.input_ids], [False, *trained[1:]])])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Prepend the tokenizer's BOS, unless `ids` begins with it, as a rendered text may."""
@@ -434,10 +348,8 @@ class ChatEncoder:
         return last + len(prompt) if ids[last : last + len(prompt)] == prompt else None
 
     def _tokenize_apart(self, text: str, begin: int) -> tuple[list[int], Offsets, int]:
-        """Tokenize text[:begin] as inference does, then the rest; also count the prompt's tokens.
-
-        The result differs from the tokens of the whole text only where the two parts would merge.
-        """
+        """Tokenize text[:begin] as inference does, then the rest; also count the former."""
+        # The result differs from the tokens of the whole text only where the parts would merge.
         joint, offsets = self._tokenize(text)
         length = self._prompt_length(text, joint, offsets, begin)
         if length is not None:

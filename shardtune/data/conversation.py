@@ -1,282 +1,159 @@
-"""A conversation as text: the prompt of each assistant turn, and the text that it must generate.
-
-chat_encoder.py explains the derivation.
-"""
+"""What stands between the forms of records and templates, and the texts that a message holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from shardtune.data.chat_template import NEXT_TEXT, ChatError, ChatTemplate, Tools
-from shardtune.data.messages import (
-    MARK,
-    REASONING_KEYS,
-    Message,
-    contains,
-    first_missing,
-    holds_a_line,
-    normalize,
-    stop_count,
-    tool_function,
-    with_marks,
-    with_one_text,
-    with_tags,
-)
-from shardtune.data.outcomes import Note, Outcome
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+
+# Content of a probe message; letters and digits only: no filter of a template changes them.
+NEXT_TEXT = "Qq0Probe0qQ"
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
+# On a message, ours and other tools': whether its turn is trained where the mark is true.
+MARKS = {
+    **dict.fromkeys(("train", "weight", "trainable", "training"), True),
+    **dict.fromkeys(("loss", "loss_mask", "loss_weight"), True),
+    "masked": False,
+}
+_MEDIA = re.compile(r"(image|picture|video|audio)s?")
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Assistant turn `index`: text[:begin] is its prompt, text[begin:end] is generated.
-
-    `appended`: the template does not write the stop token that ends it. `has_longer_prompt`: the
-    prompt has a part that the conversation's text leaves out.
-    """
-
-    index: int
-    text: str
-    begin: int
-    end: int
-    appended: bool
-    has_longer_prompt: bool = False
-
-
 class Conversation:
-    """One conversation, rendered by a template."""
+    """Messages in the one form of all records that have turns."""
 
-    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
-        self.template, self.messages, self.tools = template, messages, tools
-        self._turns: dict[int, Turn] = {}
+    # Each has a `role`; a `content`, a text or a list of parts of the types text and thinking; a
+    # thought under one of REASONING_KEYS; `tool_calls`, whose arguments are objects; a mark of
+    # MARKS, if it says whether its turn is trained; and what else its template may read.
+    messages: list[Message]
+    tools: Tools = None  # None if the record has none
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the template, for this record
+    first: int = 0  # answers before this message are context
 
-    def render(self, messages: list[Message], generation_prompt: bool = False) -> str:
-        return self.template.render(messages, self.tools, generation_prompt)
+    @property
+    def content(self) -> dict[str, Any]:
+        """The record as JSON has it, by which evaluation data is chosen. Options do not count."""
+        turns: dict[str, Any] = {"messages": self.messages}
+        if self.first:
+            turns = {"prompt": self.messages[: self.first]}
+            turns["completion"] = self.messages[self.first :]
+        return turns if self.tools is None else turns | {"tools": self.tools}
 
-    def turn(self, i: int) -> Turn:
-        """Return assistant turn i, verified; raises ChatError where it cannot be verified."""
-        if i not in self._turns:
-            self._turns[i] = self._derive_turn(i)
-        return self._turns[i]
+    @property
+    def train_flags(self) -> dict[int, bool]:
+        """Whether a message is to be trained, by its index, for those whose marks say it."""
+        flags = ((i, train_flag(message)) for i, message in enumerate(self.messages))
+        return {i: flag for i, flag in flags if flag is not None}
 
-    def _derive_turn(self, i: int) -> Turn:
-        if i == 0:
-            raise ChatError(
-                "messages[0] is an assistant turn that nothing prompts - "
-                "put another message before it"
-            )
-        before, through = self.messages[:i], self.messages[: i + 1]
-        content = with_one_text(self.messages[i]).get("content") or ""
-        self.template.require_closed(f"messages[{i}] (assistant)", content)
-        prompt, text = self.render(before, True), self.render(through)
-        generated = self._continuation(i - 1, before, prompt, through, text, True)
-        has_longer_prompt = generated is None
-        if generated is None:
-            generated = self._behind_a_shorter_prompt(before, prompt, text)
-        if generated is None:
-            raise ChatError(
-                f"the generation prompt of {self.template.name}, ...{prompt[-32:]!r}, is not in "
-                f"its text of messages[{i}] (assistant) - "
-                "use a template that begins a turn as it prompts for one, or other "
-                "data.template_options",
-                kind="the generation prompt is not in the text",
-            )
-        end = self._end_of_turn(i, text, generated)
-        appended = "" if end else self._missing_stop(i, text)
-        if first_missing(self.messages[i], normalize(generated)):
-            # The turn's text may begin within the prompt, where both open <think>.
-            plain = self.render(before)
-            in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
-            self.require_texts(i, in_prompt + generated)
-        self.require_parts(i, through)
-        self._require_one_thought(i, prompt, generated)
-        generated += appended
-        end = len(prompt) + (end or len(generated))
-        text = prompt + generated
-        return Turn(i, text, len(prompt), end, bool(appended), has_longer_prompt)
 
-    def _require_one_thought(self, i: int, prompt: str, generated: str) -> None:
-        """Raise ChatError where turn i closes no thought that its prompt opens, or has another."""
-        for begin, close in self.template.thoughts:
-            is_again = generated.lstrip().startswith(begin)
-            if prompt.rstrip().endswith(begin) and (is_again or close not in generated):
-                raise ChatError(
-                    f"the generation prompt of {self.template.name} opens {begin}, and its text of "
-                    f"messages[{i}] (assistant) {'opens another' if is_again else 'closes none'} - "
-                    f"begin the content with the thought and {close}, or prompt for none "
-                    "(data.template_options)",
-                    kind="the prompt opens a thought",
-                )
-        if self.template.second_thought.search(f"{prompt[-99:]}\0{generated[:99]}"):
-            raise ChatError(
-                f"{self.template.name} closes a thought before that in the content of messages[{i}]"
-                " (assistant) - write the thought as reasoning_content"
-            )
+@dataclass(frozen=True)
+class Text:
+    """A text that is trained, behind its `prompt` if it has one."""
 
-    def _behind_a_shorter_prompt(self, before: list[Message], prompt: str, text: str) -> str | None:
-        """Return the turn at the end of `text` if the prompt only begins with the turn's header.
+    text: str
+    prompt: str | None = None
 
-        None where the prompt adds an open thought, which the turn would have to close, or the turn
-        begins with one, which the model would not write behind a closed one.
-        """
-        probe = self.render([*before, {"role": "assistant", "content": NEXT_TEXT}])
-        header = probe.partition(NEXT_TEXT)[0]
-        if not (text.startswith(header) and prompt.startswith(header)):
-            return None
-        added, generated = prompt[len(header) :], text[len(header) :]
-        for begin, end in self.template.thoughts:
-            if added.count(begin) > added.count(end) or generated.lstrip().startswith(begin):
-                return None
-        return generated
+    @property
+    def content(self) -> dict[str, Any]:
+        if self.prompt is None:
+            return {"text": self.text}
+        return {"prompt": self.prompt, "completion": self.text}
 
-    def empty_thought(self, turn: Turn) -> Note | None:
-        """Return a note where a turn has to generate a thought without a text."""
-        generated = turn.text[turn.begin : turn.end].lstrip()
-        for begin, end in self.template.thoughts:
-            if generated.startswith(begin) and generated[len(begin) :].lstrip().startswith(end):
-                option = self.template.option_without_thought
-                return Outcome.EMPTY_THOUGHT_BUT if option else Outcome.EMPTY_THOUGHT, option
-        return None
 
-    def _continuation(
-        self,
-        i: int,
-        shorter: list[Message],
-        text: str,
-        longer: list[Message],
-        longer_text: str,
-        prompted: bool = False,
-    ) -> str | None:
-        """Return the text that `longer_text` has behind `text`, the rendering of `shorter`.
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens as they are, without padding. `loss_mask`: which are trained, if the record says."""
 
-        Message i is the last one of `shorter`; `prompted`: `text` ends with a generation prompt.
-        None if the template writes something else behind message i in the longer conversation.
-        """
-        if longer_text.startswith(text):
-            return longer_text[len(text) :]
-        # More messages change how earlier ones are rendered (reasoning is dropped, a system text
-        # moves). At inference the model sees `text`: compare what follows the texts of message i.
-        tail = self._after_message(i, shorter, text, prompted)
-        longer_tail = self._after_message(i, longer, longer_text)
-        if tail is None or longer_tail is None or not longer_tail.startswith(tail):
-            return None
-        return longer_tail[len(tail) :]
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...] | None = None
 
-    def _after_message(
-        self, i: int, messages: list[Message], text: str, prompted: bool = False
-    ) -> str | None:
-        """Return the part of `text`, the rendering of `messages`, after the texts of message i.
+    @property
+    def content(self) -> dict[str, Any]:
+        mask = {} if self.loss_mask is None else {"loss_mask": self.loss_mask}
+        return {"input_ids": self.input_ids} | mask
 
-        None if a mark after these texts changes the rest of the rendering.
-        """
-        marked = self.render([*messages[:i], with_marks(messages[i]), *messages[i + 1 :]], prompted)
-        is_same = MARK in marked and marked.replace(MARK, "") == text
-        return marked.rpartition(MARK)[2] if is_same else None
 
-    def _end_of_turn(self, i: int, text: str, generated: str) -> int | None:
-        """Return the end in `generated` of the stop token that ends turn i; None if none does."""
-        stop = self.template.stop.search(generated)
-        if stop and not self.template.only_stops.fullmatch(generated, stop.end()):
-            # The message's own text may hold a stop token: look behind it.
-            after = self._after_message(i, self.messages[: i + 1], text)
-            if after is None:
-                raise ChatError(
-                    f"cannot tell where {self.template.name} ends messages[{i}] (assistant): marks "
-                    "in the message change its text - remove template markup from the message"
-                )
-            end = max(0, len(generated) - len(after))
-            found = len(self.template.stop.findall(generated, 0, end))
-            if found > stop_count(self.template.stop, self.messages[i]):
-                raise ChatError(
-                    f"{self.template.name} writes the stop token {stop[0]!r} inside messages[{i}] "
-                    "(assistant), where generation would end - "
-                    "use a template that ends a turn once"
-                )
-            stop = self.template.stop.search(generated, end)
-        return stop.end() if stop else None
+Record = Conversation | Text | TokenRow
 
-    def _missing_stop(self, i: int, text: str) -> str:
-        """Return the text through a stop token that a next message adds; the eos if none does."""
-        is_last = i + 1 == len(self.messages)
-        probe: Message = {"role": "user"} if is_last else self.messages[i + 1]
-        calls = self.messages[i].get("tool_calls")
-        if calls and is_last:
-            name, call_id = tool_function(calls[0])["name"], calls[0].get("id")
-            probe = {"role": "tool", "name": name, "tool_call_id": call_id}
-        is_parts = isinstance(self.messages[i].get("content"), list)
-        content = [{"type": "text", "text": NEXT_TEXT}] if is_parts else NEXT_TEXT
-        through = self.messages[: i + 1]
-        probed = [*through, probe | {"content": content}]
-        try:
-            added = self._continuation(i, through, text, probed, self.render(probed))
-        except ChatError:
-            added = None  # the template refuses the probe
-        head, has_probe, _ = (added or "").partition(NEXT_TEXT)
-        stop = self.template.stop.search(head) if has_probe else None
-        if stop is None and not is_last:
-            after = (self._after_message(i, through, text) or "") + head
-            token = self.template.token_in([after]) or "a token"
-            raise ChatError(
-                f"{self.template.name} writes no stop token behind messages[{i}] (assistant) - "
-                f"if {token} ends turns, add its id to eos_token_id in the model's "
-                "generation_config.json, else use a template that ends every turn, or "
-                "data.loss_on=last"
-            )
-        return head[: stop.end()] if stop else self.template.eos_text
 
-    def require_texts(self, i: int, text: str) -> None:
-        """Raise ChatError when `text` lacks a text of message i."""
-        self._refuse_missing(i, first_missing(self.messages[i], normalize(text)))
+def tool_function(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the {name, arguments} of a tool call or tool, which may stand under `function`."""
+    function: dict[str, Any] = call.get("function", call)
+    return function
 
-    def require_parts(self, i: int, messages: list[Message]) -> None:
-        """Raise ChatError when the rendering of `messages` lacks a part of message i.
 
-        Each part gets a tag, so that equal text elsewhere does not count as the part.
-        """
-        tagged, parts = with_tags(messages[i])
-        if set(parts.values()) <= {"text"}:
-            return
-        try:
-            text = self.render([*messages[:i], tagged, *messages[i + 1 :]])
-        except ChatError:
-            return  # without tags it was rendered: a template that refuses them has read the parts
-        missing = (part for tag, part in parts.items() if tag not in text)
-        self._refuse_missing(i, next(missing, None))
+def train_flag(message: Message) -> bool | None:
+    """Return whether a message asks to be trained or not; None if it says neither."""
+    marks = (bool(message[m]) == yes for m, yes in MARKS.items() if message.get(m) is not None)
+    return next(marks, None)
 
-    def _refuse_missing(self, i: int, missing: str | None) -> None:
-        if missing is not None:
-            known, remedy = "", "remove it from the record, or use a template that writes it"
-            keys = [key for key in REASONING_KEYS if key in self.template.mentioned]
-            if missing == "reasoning" and keys and not any(self.messages[i].get(k) for k in keys):
-                known, remedy = f": it reads {' or '.join(keys)}", f"write it as {keys[0]}"
-            if "tool call" in missing and not self.template.knows_tool_calls:
-                known = ": it knows no tool calls"
-                remedy = "leave such records out, or use a model whose template does"
-            raise ChatError(
-                f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant)"
-                f"{known} - {remedy}"
-            )
 
-    def notes(self, text: str) -> list[Note]:
-        """Return notes on what is unusual about `text`, the rendering of all messages.
+def from_json(value: Any) -> Any:
+    """Return the value of a JSON text, as tables hold it; any other text or value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
-        Raises:
-            ChatError: the template writes contents as code.
-        """
-        normalized, notes = normalize(text), []
-        for i, message in enumerate(self.messages):
-            content, role = message.get("content"), message["role"]
-            if isinstance(content, list) and contains(normalized, str(content)):
-                raise ChatError(
-                    f"{self.template.name} writes a list of text parts as code - "
-                    "give the content of a message as one text"
-                )
-            is_context = role != "assistant" or message is self.messages[0]
-            if is_context and (missing := first_missing(message, normalized)):
-                article = "an" if role == "assistant" else "a"
-                notes.append((Outcome.LEFT_OUT, f"{missing} of {article} {role} message"))
-                if missing == "text" and not holds_a_line(message, normalized):
-                    notes[-1] = Outcome.LOST, f"messages[{i}] ({role})"
-            if role == "assistant" and stop_count(self.template.stop, message):
-                notes.append((Outcome.STOP_IN_TEXT, ""))
-        if any(str(tool_function(tool).get("name")) not in text for tool in self.tools or []):
-            notes.append((Outcome.LEFT_OUT, "tools"))
-        return list(dict.fromkeys(notes))
+
+def without_nulls(value: Any, kept: str = "") -> Any:
+    """Drop keys with None, but `kept`: Arrow gives each struct the keys of its column's others."""
+    if isinstance(value, dict):
+        pairs = ((key, item) for key, item in value.items() if item is not None or key == kept)
+        return {key: without_nulls(item, kept) for key, item in pairs}
+    return [without_nulls(item, kept) for item in value] if isinstance(value, list) else value
+
+
+def is_media(name: str) -> bool:
+    """Whether a field or a part has the name of images, videos or sounds."""
+    return _MEDIA.fullmatch(name.lower()) is not None
+
+
+def message_texts(message: Message) -> Iterator[tuple[str, Any]]:
+    """Yield (description, value) of each text; values in tool-call arguments may be no strings."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else [content or ""]:
+        if not isinstance(part, str) and "thinking" in part:
+            yield "reasoning", part["thinking"]
+        else:
+            yield "text", part if isinstance(part, str) else part["text"]
+    yield "reasoning", next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+    for call in message.get("tool_calls") or []:
+        name = tool_function(call)["name"]
+        yield "name of a tool call", name
+        for value in _keys_and_values(tool_function(call).get("arguments")):
+            yield f"arguments of tool call {name!r}", value
+
+
+def _keys_and_values(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in _keys_and_values(inner)]
+    return [value]
+
+
+def is_empty(message: Message) -> bool:
+    """Return whether a message has neither a text nor a tool call."""
+    has_text = any(value.strip() for what, value in message_texts(message) if what == "text")
+    return not has_text and not message.get("tool_calls")
+
+
+def normalize(text: str) -> str:
+    """Remove what a template may change when it writes a value: whitespace, quotes, escapes."""
+    return "".join(text.split()).replace("\\", "").replace('"', "").replace("'", "")
+
+
+def contains(normalized: str, value: Any, times: int = 1) -> bool:
+    """Whether a normalized text holds a value at least `times` times, as it is or as JSON."""
+    if value is None or normalized.count(normalize(str(value))) >= times:
+        return True
+    dumps = partial(json.dumps, value, default=str)  # Arrow has values that JSON has not
+    forms = (normalize(dumps(ensure_ascii=ascii_only)) for ascii_only in (False, True))
+    return any(normalized.count(form) >= times for form in forms)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.metadata
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,13 @@ import xxhash
 from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig
-from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
+from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
-from shardtune.data.chat_template import TAKEN, taken_options
 from shardtune.data.duplicates import RecordHashes, describe_leaks
-from shardtune.data.hub import hub_problem
-from shardtune.data.model_type import read_config_json
-from shardtune.data.outcomes import (
-    TOO_LONG,
-    FirstRecord,
-    Outcome,
-    OutcomeCounts,
-)
-from shardtune.data.source_sums import SourceSums, nothing_held_out, problems_of
-from shardtune.data.sources import Source, find_source, read_records, reading_progress
+from shardtune.data.hub import hub_problem, read_config_json
+from shardtune.data.outcomes import TOO_LONG, Outcome, RecordSums
+from shardtune.data.refusal import SourceSums, problems_of
+from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger, node_logger
@@ -51,22 +45,17 @@ _LOG_EVERY_S = 10.0
 
 
 class TokenDataset:
-    """The sequences of one set, memory-mapped.
-
-    `lengths`, `trained_counts`: int32 [sequences], tokens and trained tokens of each. `record`:
-    int64 [sequences], the index of its record in the set, ascending. `source`: uint16 [sequences],
-    the index of its source, ascending, too.
-    """
+    """The sequences of one set, memory-mapped."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        columns = {
-            column: np.memmap(folder / f"{name}.{column}", dtype, mode="r").view(np.ndarray)
+        columns = (
+            np.memmap(folder / f"{name}.{column}", dtype, mode="r").view(np.ndarray)
             for column, dtype in _COLUMNS.items()
-        }
-        self._tokens, self._trained = columns["tokens"], columns["trained"]
-        self._starts = columns["starts"]
-        self.record, self.source = columns["record"], columns["source"]
-        self.lengths, self.trained_counts = columns["lengths"], columns["trained_counts"]
+        )
+        self._tokens, self._trained, self._starts, *others = columns
+        # Of each sequence: its tokens, its trained tokens, and the indices of its record and of its
+        # source in the set, both ascending.
+        self.lengths, self.trained_counts, self.record, self.source = others
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -83,11 +72,7 @@ class TokenDataset:
         return sorted({int(i) for part in parts for i in np.unique(part[np.isin(part, ids)])})
 
     def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return copies of token ids int64 [length] and trained flags bool [length].
-
-        Raises:
-            IndexError: no such sequence.
-        """
+        """Return copies of token ids int64 [length] and trained flags bool [length]."""
         start = self._starts[i]
         stop = start + self.lengths[i]
         return self._tokens[start:stop].astype(np.int64), self._trained[start:stop].copy()
@@ -95,16 +80,12 @@ class TokenDataset:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`.
-
-    `lines`: sentences for the user. `key`: a digest of the tokens and trained flags, and nothing
-    else. `examples`: of lines about records of `data.train`, the index of the first such record.
-    """
+    """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`."""
 
     sets: dict[str, TokenDataset]
-    lines: list[str]
-    key: str
-    examples: dict[str, int]
+    lines: list[str]  # sentences for the user
+    key: str  # a digest of the tokens and trained flags, and nothing else
+    examples: dict[str, int]  # of lines about records of data.train, the first such record
 
     @property
     def train(self) -> TokenDataset:
@@ -130,8 +111,7 @@ class PreparedData:
         if found := [i for tokens in self.sets.values() for i in tokens.present(unknown)]:
             raise UserError(
                 f"the data has the token {found[0]} ({tokenizer.convert_ids_to_tokens(found[0])!r})"
-                f" and the model a vocabulary of {vocabulary} - "
-                "use the tokenizer that belongs to the model"
+                f" and the model a vocabulary of {vocabulary} - use the model's own tokenizer"
             )
 
 
@@ -145,12 +125,11 @@ def added_tokens(tokenizer: Any) -> list[int]:
 def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> ChatEncoder:
     """Return the encoder of a model's tokenizer; templates that print today's date get `date`.
 
-    Raises:
-        UserError: there is no tokenizer, its stop tokens are unknown, or `data.template_options`
-            has a name that is not the user's.
+    Raises UserError where it has no tokenizer or no stop token, or options are not the user's.
     """
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
+    taken: list[str] = []
     try:
         model_config = read_config_json(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path, config=model_config)
@@ -159,30 +138,24 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         if data.chat_template:
             name = f"the chat template {data.chat_template}"
             tokenizer.chat_template = read_chat_template(data.chat_template)
+        encoder = ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
         given = {"data": data.template_options}
         given |= {key: source.template_options for key, source in data.train_sources.items()}
-        taken = [
-            f"{key}.template_options.{option}: {TAKEN}"
-            for key, options in given.items()
-            for option in sorted(taken_options(tokenizer) & options.keys())
-        ]
-        if taken:
-            raise UserError(*taken)
-        return ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
+        for key, options in given.items():
+            taken += encoder.template.taken(f"{key}.template_options", options)
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
+        files = "tokenizer.json, tokenizer_config.json and config.json"
+        what = f"no tokenizer and configuration that transformers can read ({first_line(error)})"
+        remedy = f"name a hub id or a directory with {files}"
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"model.path={model_path}: its tokenizer is code of its own, which is not run - "
-                "put a tokenizer.json and a tokenizer_config.json of a class that transformers has "
-                "into a copy of its directory"
-            ) from error
-        raise UserError(
-            f"model.path={model_path}: no tokenizer and configuration that transformers can read "
-            f"({first_line(error)}) - name a hub id or a directory with tokenizer.json, "
-            "tokenizer_config.json and config.json"
-        ) from error
+            what = "its tokenizer is code of its own, which is not run"
+            remedy = f"use a copy with {files} of a class that transformers has"
+        raise UserError(f"model.path={model_path}: {what} - {remedy}") from error
+    if taken:
+        raise UserError(*taken)
+    return encoder
 
 
 def read_chat_template(path: str) -> str:
@@ -190,25 +163,19 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"data.chat_template={path} cannot be read ({error}) - name a file with the template"
-        ) from error
+        what = f"data.chat_template={path} cannot be read ({error})"
+        raise UserError(f"{what} - name a file with the template") from error
 
 
 def find_sources(data: DataConfig) -> dict[str, list[Source]]:
     """Return the sources of each set that `data` names.
 
-    Raises:
-        UserError: with a problem for each source that is not there.
+    Raises UserError with a problem for each source that is not there.
     """
     found = all_of(*(partial(find_source, key, spec) for key, spec in data.paths.items()))
+    own = {"loss_on", "max_records", "template_options"}
     train = [
-        replace(
-            source,
-            loss_on=options.loss_on,
-            max_records=options.max_records,
-            template_options=options.template_options,
-        )
+        replace(source, **options.model_dump(include=own))
         for source, options in zip(found, data.train_sources.values(), strict=False)
     ]
     evaluated = {source.key.removeprefix("data."): [source] for source in found[len(train) :]}
@@ -221,35 +188,49 @@ def find_sources(data: DataConfig) -> dict[str, list[Source]]:
 def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     """Tokenize `data` unless the cache has it intact; returns the entry for `open_prepared`.
 
-    One process per node calls this, and the others trust its verdict. Large data starts worker
-    processes, which import the main module anew.
-
-    Raises:
-        UserError: no such source, broken records (ten are named), nothing to train, or the cache
-            cannot be written.
+    One process per node calls this. Raises UserError for sources, broken records, nothing to train,
+    or a cache that cannot be written.
     """
+    # Large data starts worker processes, which import the main module anew.
     started = time.monotonic()
     sets = find_sources(data)
-    entry = cache_root() / cache_key(sets, data, encoder)
+    entry = cache_root() / _cache_key(sets, data, encoder)
     if entry.exists():
         if not (damaged := damaged_files(entry)):
             logger.info(f"Data: cached in {entry}")
             return entry
         # Other nodes may have an intact entry, so that this node says it.
-        node_logger.warning(
-            f"{entry}: damaged ({first_few(damaged, 10)}) - the data is tokenized anew; if this "
-            "happens again, check the disk"
-        )
+        remedy = "the data is tokenized anew; if this happens again, check the disk"
+        node_logger.warning(f"{entry}: damaged ({first_few(damaged, 10)}) - {remedy}")
     try:
         with new_entry(entry) as folder:
             _build(folder, sets, ChunkTokenizer(encoder, data))
     except OSError as error:
-        raise UserError(
-            f"{entry.parent}: the data cache cannot be written ({error.strerror}) - make room and "
-            "allow writing there, or name another directory in SHARDTUNE_CACHE"
-        ) from error
+        what = f"{entry.parent}: the data cache cannot be written ({error.strerror})"
+        remedy = "make room and allow writing there, or name another in SHARDTUNE_CACHE"
+        raise UserError(f"{what} - {remedy}") from error
     logger.info(f"Data: tokenized in {time.monotonic() - started:.1f} s, cached in {entry}")
     return entry
+
+
+def _cache_key(sets: dict[str, list[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
+    """Return a digest of everything that an entry depends on; UserError for an unreadable file."""
+    tokenizer = encoder.tokenizer
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
+    code = sorted(Path(__file__).parent.rglob("*.py"))
+    facts = encoder.template.facts
+    parts = [
+        {name: [source.digest() for source in sources] for name, sources in sets.items()},
+        [data.columns, data.roles, data.template_options],
+        [data.loss_on, data.max_length, data.overflow, data.on_broken],
+        [0.0 if data.eval else data.eval_fraction],
+        [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
+        [asdict(facts), str(encoder.template.date) if facts.adds_date else ""],
+        [file.read_text("utf-8") for file in code],
+        [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def open_prepared(entry: Path) -> PreparedData:
@@ -267,16 +248,11 @@ class _SetWriter:
         self._digests = {column: xxhash.xxh3_128() for column in _DIGESTED}
         if n_sources > 1:
             self._digests["source"] = xxhash.xxh3_128()
-        self.name, self.outcomes = f"data.{name}", OutcomeCounts()
-        self.first_records: dict[tuple[Outcome, str, str], FirstRecord] = {}
-        self.hashes = RecordHashes()
-        self.n_records = self.n_sequences = self.n_tokens = self.n_trained = self.longest = 0
+        self.sums, self.hashes = RecordSums(), RecordHashes()
+        self.n_tokens = self.n_trained = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
-        self.n_records += chunk.n_records
-        self.outcomes.update(chunk.outcomes)
-        self.first_records = chunk.first_records | self.first_records
-        self.longest = max(self.longest, chunk.longest)
+        self.sums.include(chunk)
         self.hashes.add(chunk.hashes)
         if not chunk.sequences:
             return
@@ -299,109 +275,81 @@ class _SetWriter:
             # names of sources and numbers of records.
             if column in self._digests:
                 self._digests[column].update(values)
-        self.n_sequences += len(lengths)
         self.n_tokens += int(lengths.sum())
         self.n_trained += int(sum(columns["trained_counts"]))
 
     def digest(self) -> str:
         return " ".join(digest.hexdigest() for digest in self._digests.values())
 
-    def lines(self) -> list[str]:
-        """Return a line of totals, and one for each outcome of records."""
-        totals = (
-            f"{self.n_records} records in {self.n_sequences} sequences, {self.n_tokens} tokens, "
-            f"{self.n_trained} of them trained"
-        )
-        return [f"{self.name}: {line}" for line in (totals, *self._outcome_lines().values())]
-
-    def _outcome_lines(self) -> dict[tuple[Outcome, str], str]:
-        """Return the lines of `outcomes`, with what a reader of them would look for.
-
-        Warn if most tokens are repeated context.
-        """
-        lines = self.outcomes.lines()
-        for outcome, detail in lines:
+    def lines(self) -> dict[str, int | None]:
+        """Return a line of totals, and one for each outcome with the index of its first record."""
+        sums = self.sums
+        totals = f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens"
+        lines: dict[str, int | None] = {f"{totals}, {self.n_trained} of them trained": None}
+        for (outcome, detail), line in sums.outcomes.lines().items():
+            first = sums.first_records[outcome, detail, ""]
             if outcome in TOO_LONG:
-                lines[outcome, detail] += f" | data.max_length={self.longest} holds all"
+                line += f" | data.max_length={sums.longest} holds all"
             if outcome in (Outcome.EMPTY_QUESTION, Outcome.EMPTY_ANSWER):
-                place = self.first_records[outcome, detail, ""].place
-                lines[outcome, detail] += f" | first: {place} - write it, or leave such records out"
-        for key in ((Outcome.TURNS_APART, ""), (Outcome.LONGER_PROMPT, "")):
-            if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
-                lines[key] = f"WARNING: {lines[key]} - data.loss_on=last trains the last one alone"
+                line += f" | first: {first.place} - write it, or leave such records out"
+            # Most tokens are context that is repeated.
+            if 2 * sums.outcomes[outcome, detail, "tokens added"] > self.n_tokens:
+                line = f"WARNING: {line} - data.loss_on=last trains the last one alone"
+            lines[line] = first.record
         return lines
-
-    def examples(self) -> dict[str, int]:
-        """Return the index of the first record of each line about an outcome."""
-        lines = self._outcome_lines().items()
-        return {f"{self.name}: {line}": self.first_records[*key, ""].record for key, line in lines}
 
 
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
-    """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`.
-
-    Raises:
-        UserError: broken records, no record, nothing to train.
-    """
+    """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`."""
     data = tokenizer.data
-    holds_out = data.eval is None and data.eval_fraction > 0
-    names = [*sets, "eval"] if holds_out else list(sets)
+    names = [*sets, "eval"] if data.eval is None and data.eval_fraction else list(sets)
     writers = {name: _SetWriter(folder, name, len(sets.get(name, ()))) for name in names}
     sources = {
         (name, i): source for name, of_set in sets.items() for i, source in enumerate(of_set)
     }
+    n_bytes = max(1, sum(source.n_bytes for source in sources.values()))
     logged_at = time.monotonic()
     sums = {key: SourceSums() for key in sources}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
-        for chunk in chunks:
-            for name, sequences in chunk.sets.items():
+        for tokenized in chunks:
+            chunk = tokenized.chunk
+            for name, sequences in tokenized.sets.items():
                 writers[name].add(sequences, chunk.source)
-            sums[chunk.set_name, chunk.source].add(chunk)
+            sums[chunk.set_name, chunk.source].add(tokenized)
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at = time.monotonic()
-                n_done = sum(each.n_bytes for each in sums.values())
                 n_read = sum(each.n_read for each in sums.values())
-                logger.info(f"Data: {reading_progress(sources.values(), n_read, n_done)}")
-    outcomes = (writer.outcomes for writer in writers.values())
-    problems = problems_of(data, sources, sums, outcomes)
-    if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
-        spec = sources["train", 0].spec
-        n_read = sum(each.n_records for each in sums.values())
-        counts = held_out.n_records, held_out.outcomes, held_out.longest
-        problems = [nothing_held_out(data, spec, n_read, *counts)]
-    if problems:
+                done = sum(each.n_bytes for each in sums.values()) / n_bytes
+                logger.info(f"Data: {n_read:,} records read, {done:.0%} of the files")
+    of_sets = {name: writer.sums for name, writer in writers.items()}
+    if problems := problems_of(data, sources, sums, of_sets):
         raise UserError(*problems)
-    digests = " ".join(writer.digest() for writer in writers.values())
-    unread = _unread_options(tokenizer.encoder, sets.get("train", ()))
-    leaks = describe_leaks({name: writer.hashes for name, writer in writers.items()})
-    warnings: dict[str, int | None] = {**leaks}
+    # Each line, and if it is about records of data.train, the index of the first of these.
+    said: dict[str, int | None] = dict.fromkeys(_unread_options(tokenizer, sets["train"]))
+    for name, writer in writers.items():
+        for line, record in writer.lines().items():
+            said[f"data.{name}: {line}"] = record if name == "train" else None
+    for key, source in sources.items():
+        said |= dict.fromkeys(source.lines(sums[key].n_read, sums[key].files))
+    said |= describe_leaks({name: writer.hashes for name, writer in writers.items()})
     for key, source in sources.items():
         for line, record in sums[key].dropped_lines().items():
-            warnings[f"{source.key}: {line}"] = record if key[0] == "train" else None
+            said[f"{source.key}: {line}"] = record if key[0] == "train" else None
+    digests = " ".join(writer.digest() for writer in writers.values())
     meta = {
         "sets": names,
-        "lines": [
-            *(f"data.template_options: WARNING: {line}" for line in unread),
-            *(line for writer in writers.values() for line in writer.lines()),
-            *(
-                line
-                for key, source in sources.items()
-                for line in source.lines(sums[key].n_read, sums[key].files)
-            ),
-            *warnings,
-        ],
-        "examples": writers["train"].examples()
-        | {line: record for line, record in warnings.items() if record is not None},
+        "lines": [*said],
+        "examples": {line: record for line, record in said.items() if record is not None},
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
 
 
-def _unread_options(encoder: ChatEncoder, sources: Iterable[Source]) -> Iterator[str]:
+def _unread_options(tokenizer: ChunkTokenizer, sources: Iterable[Source]) -> Iterator[str]:
     """Yield a sentence for each option that the template does not read."""
-    for option in encoder.template.unread_options:
-        yield f"the chat template does not read {option}"
+    template, told = tokenizer.encoder.template, "data.template_options: WARNING: the chat template"
+    for option in template.unread_of(tokenizer.data.template_options):
+        yield f"{told} does not read {option}"
     for source in sources:
-        template = encoder.template.with_options(source.template_options)
         for option in template.unread_of(source.template_options):
-            yield f"the chat template does not read {option} of {source.key}"
+            yield f"{told} does not read {option} of {source.key}"

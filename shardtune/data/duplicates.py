@@ -1,30 +1,19 @@
-"""The leak into evaluation: evaluation records that are also trained.
-
-Records count as equal if their rows have the same tokens: the comparison sees what the model sees.
-"""
+"""The leak into evaluation: evaluation records whose tokens are also trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-_REMEDY = (
-    "the perplexity tells nothing about new text, and docs/data.md has the command that drops them"
-)
+_REMEDY = "the perplexity tells nothing of new text; docs/data.md has the command that drops them"
 
 
-class RecordHash(NamedTuple):
-    """The hash of a record's tokens, and its index in its set.
-
-    In one of 300,000 datasets of 10 million records two hashes are equal by chance.
-    """
-
-    tokens: int
-    record: int
+# The hash of a record's tokens, and its index in its set. In one of 300,000 datasets of 10 million
+# records two hashes are equal by chance.
+RecordHash = tuple[int, int]
 
 
 def hash_of(record: int, rows: Iterable[npt.NDArray[np.uint32]]) -> RecordHash:
@@ -32,7 +21,7 @@ def hash_of(record: int, rows: Iterable[npt.NDArray[np.uint32]]) -> RecordHash:
     digest = xxhash.xxh3_64()
     for tokens in rows:
         digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
-    return RecordHash(digest.intdigest(), record)
+    return digest.intdigest(), record
 
 
 class RecordHashes:

@@ -1,4 +1,4 @@
-"""The hub of models and datasets, or its cache alone where the hub cannot be reached."""
+"""Models and datasets by name: the hub, its cache where it cannot be reached, their libraries."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from types import ModuleType
 
 from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, get_session
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from shardtune.errors import UserError, first_line
 
 _TIMEOUT_S = 5
+# Names that models have for a type of transformers. Any other is refused: its code may differ.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 @functools.cache
 def hub_problem() -> str:
-    """Return why the hub cannot be reached, or "".
-
-    If it cannot, all its clients in this process read the cache alone from then on: they would
-    retry for half a minute for each file, even one in the cache.
-    """
+    """Return why the hub cannot be reached, or ""; its clients then read the cache alone."""
+    # They would retry for half a minute for each file, even one in the cache.
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
@@ -34,13 +34,8 @@ def hub_problem() -> str:
 
 
 def datasets_library() -> ModuleType:
-    """Return `datasets`, with progress bars where the hub's own are shown.
-
-    Its import takes a third of a second, for which runs of JSON need not wait.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return `datasets`, with progress bars where the hub's own are shown, or raise UserError."""
+    # Its import takes a third of a second, for which runs of JSON need not wait.
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -52,3 +47,14 @@ def datasets_library() -> ModuleType:
     if are_progress_bars_disabled():
         datasets.disable_progress_bars()
     return datasets
+
+
+def read_config_json(path: str) -> PreTrainedConfig:
+    """Read a config.json; ValueError where transformers has no such type by any name."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except ValueError:
+        given, _ = PreTrainedConfig.get_config_dict(path)
+        if not (kind := _SAME_AS.get(given.get("model_type", ""))):
+            raise
+        return CONFIG_MAPPING[kind].from_dict(given | {"model_type": kind}, name_or_path=path)

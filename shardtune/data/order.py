@@ -1,13 +1,12 @@
-"""The order of data: a function of (seed, epoch, weights, data) alone, equal on every rank.
+"""The order of data: a function of (seed, epoch, weights, data) alone, equal on every rank."""
 
-`sequences_of_epoch` chooses which records an epoch uses, `lay_out_rows` which row each of them is
-in and in which order the rows come. schedule.py cuts that order into steps, each of the next rows,
-and gives every rank a part of a step. So the number of ranks does not change what a step sees.
-
-A source is one endless sequence of its records: shuffle after shuffle, each with all of them. With
-the weight w and n records, epoch e (from 0) takes the positions floor(e w n) to floor((e + 1) w n).
-So uses of a record differ by at most one, however many epochs there are.
-"""
+# `sequences_of_epoch` chooses which records an epoch uses, `lay_out_rows` which row each of them is
+# in and in which order the rows come. schedule.py cuts that order into steps, each of the next
+# rows, and gives every rank a part of a step: the number of ranks does not change what a step sees.
+#
+# A source is one endless sequence of its records: shuffle after shuffle, each with all of them.
+# With the weight w and n records, epoch e (from 0) takes the positions floor(e w n) to
+# floor((e + 1) w n). So uses of a record differ by at most one, however many epochs there are.
 
 from __future__ import annotations
 
@@ -46,20 +45,6 @@ class Rows:
         return Rows(self.members[starts[0] : starts[-1]], starts - starts[0])
 
 
-def rows_of_epoch(
-    dataset: TokenDataset,
-    weights: Sequence[Fraction],
-    seed: int,
-    epoch: int,
-    max_length: int,
-    packing: bool,
-) -> Rows:
-    """Return the rows of an epoch, in the order in which the steps take them."""
-    sequences = sequences_of_epoch(dataset, weights, seed, epoch)
-    rows = lay_out_rows(dataset.lengths[sequences], max_length, packing, seed, epoch)
-    return Rows(sequences[rows.members], rows.starts)
-
-
 def sequences_of_epoch(
     dataset: TokenDataset, weights: Sequence[Fraction], seed: int, epoch: int
 ) -> np.ndarray:
@@ -94,13 +79,11 @@ def lay_out_rows(
 ) -> Rows:
     """Put every sequence into one row of at most `max_length` tokens, the rows in random order.
 
-    With packing (`best_fit`, sequences of equal length in random order) the number of rows is the
-    same in every epoch, and rows of like cost stand together (`shuffle_groups`). Without packing
-    they do not: a step of short records would weigh as much as one of long records.
-
-    Args:
-        lengths: int32 [sequences], tokens of each.
+    `lengths`: int32 [sequences], tokens of each.
     """
+    # With packing (`best_fit`, sequences of equal length in random order) the number of rows is the
+    # same in every epoch, and rows of like cost stand together (`shuffle_groups`). Without packing
+    # they do not: a step of short records would weigh as much as one of long records.
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(lengths))
     if not packing:
@@ -115,19 +98,17 @@ def lay_out_rows(
 def shuffle_groups(
     lengths: np.ndarray, row_of: np.ndarray, n_rows: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Return the position of each row in the epoch, int64 [rows]; `row_of` is per sequence.
-
-    Ranks wait for the one whose row costs most, and a row that is one long document costs up to
-    half as much again as one of short documents. So rows of like cost stand together in groups of
-    32. Which of them do, the order in a group and the order of groups are random. The last rows of
-    the epoch, fewer than 32, are of any cost.
-
-    A row of T tokens in documents of L tokens costs c T + a sum(L^2) / 2, with c FLOPs for a token
-    and a for a pair: per token c (1 + A / B), A = sum(L^2) / T, B = 2 c / a, from 7,000
-    (SmolLM2-135M) to 60,000 (Llama-3-8B). The order must not depend on the model, so B is
-    8,192 for every model. Costs that differ by less than 3% are alike. A row's share of trained
-    tokens does not count: if rows were grouped by it, steps would weigh tokens differently.
-    """
+    """Return the position of each row in the epoch, int64 [rows]; `row_of` is per sequence."""
+    # Ranks wait for the one whose row costs most, and a row that is one long document costs up to
+    # half as much again as one of short documents. So rows of like cost stand together in groups of
+    # 32. Which of them do, the order in a group and the order of groups are random. The last rows
+    # of the epoch, fewer than 32, are of any cost.
+    #
+    # A row of T tokens in documents of L tokens costs c T + a sum(L^2) / 2, with c FLOPs for a
+    # token and a for a pair: per token c (1 + A / B), A = sum(L^2) / T, B = 2 c / a, from 7,000
+    # (SmolLM2-135M) to 60,000 (Llama-3-8B). The order must not depend on the model, so B is 8,192
+    # for every model. Costs that differ by less than 3% are alike. A row's share of trained tokens
+    # does not count: if rows were grouped by it, steps would weigh tokens differently.
     order = random.permutation(n_rows)
     n_grouped = n_rows - n_rows % _GROUP_ROWS
     attended = np.bincount(row_of, lengths.astype(np.float64) ** 2) / np.bincount(row_of, lengths)
@@ -142,14 +123,12 @@ def shuffle_groups(
 def best_fit(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, int]:
     """Place sequences, longest first, each into the fullest row that has space for it.
 
-    (Best-fit decreasing.) The row that was just given a sequence is the fullest that can take
-    another of the same length. So each row takes as many of a length as it has space for before
-    the next row takes any, and all rows with the same space can be filled at once.
-
-    Returns:
-        The row of each sequence, int32 [sequences] in descending order of length, and the number
-        of rows.
+    Returns the row of each sequence, int32 [sequences] in descending order of length, and the
+    number of rows.
     """
+    # (Best-fit decreasing.) The row that was just given a sequence is the fullest that can take
+    # another of the same length. So each row takes as many of a length as it has space for before
+    # the next row takes any, and all rows with the same space can be filled at once.
     counts = np.bincount(lengths, minlength=max_length + 1)
     row_of = np.empty(len(lengths), np.int32)
     rows_by_space: list[list[np.ndarray]] = [[] for _ in range(max_length + 1)]

@@ -1,14 +1,49 @@
-"""Outcomes of records on their way to sequences, and the lines of the log that count them."""
+"""What becomes of records: why one cannot be used, and what the log counts of the others."""
 
 from __future__ import annotations
 
-import re
-import shlex
+import json
+import reprlib
 from collections import Counter
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-NAMED_PROBLEMS = 10
+
+class RecordError(ValueError):
+    """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line.
+
+    `kind`: the problem without the values of this record, alike for all records of one shape.
+    """
+
+    ends_file = False
+
+    def __init__(self, problem: str, kind: str = "") -> None:
+        super().__init__(problem, kind)
+        self.problem, self.kind = problem, kind or problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class FileError(RecordError):
+    """No further record of a file can be used, so that none of them is merely left out."""
+
+    ends_file = True
+
+
+class _ShortRepr(reprlib.Repr):
+    """Shortens values as reprlib does, but shows null, true and false as the data writes them."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        return json.dumps(x) if x is None or x is True or x is False else super().repr1(x, level)
+
+
+def require(condition: object, where: str, value: Any, remedy: str) -> None:
+    """Raise RecordError where a value does not meet its condition."""
+    if not condition:
+        problem = f"{where} is {_ShortRepr().repr(value)} - write {remedy}"
+        raise RecordError(problem, kind=f"{where} - {remedy}")
 
 
 def shown_name(field: str) -> str:
@@ -17,35 +52,17 @@ def shown_name(field: str) -> str:
 
 
 class Outcome(Enum):
-    """An outcome of a record: its sentence in the log, and whether the sentence is a warning.
-
-    `{}` in the sentence is replaced by a detail, such as a name.
-    """
+    """An outcome of a record: its sentence in the log, with a detail for `{}`; whether it warns."""
 
     NULLS = "{} with null in place of a value, read as if it were not there"
     FOREIGN_FORM = "records in the form of {}"
     UNREAD_FIELD = "records with the field {}, which nothing reads"
     UNREAD_MEDIA = "records with the field {}, of which nothing is trained but the text", True
     MEDIA_TAG = "records with {} in their text, which is trained as text", True
-    RENDERED_TEXT = (
-        "texts that hold {} of the chat template, so rendered already: all of them is trained, the "
-        "questions too, where messages would train the answers",
-        True,
-    )
-    RENDERED_PROMPT = (
-        "prompts or completions that hold {} of the chat template, so rendered already: the "
-        "completions alone are trained"
-    )
-    RENDERED_MESSAGE = (
-        "conversations that hold {} of the chat template in their texts: right where they speak of "
-        "it, else give the messages as they were before a template rendered them",
-        True,
-    )
-    RENDERED_TOOLS = (
-        "conversations whose tools stand in the system text, so rendered already, and in tools: "
-        "the chat template writes them twice",
-        True,
-    )
+    RENDERED_TEXT = "texts rendered already, by {}: all is trained, the questions too", True
+    RENDERED_PROMPT = "prompts or completions rendered already, by {}: the latter are trained"
+    RENDERED_MESSAGE = "conversations that hold {} of the chat template, as rendered ones do", True
+    RENDERED_TOOLS = "conversations whose tools stand in the system text, too: written twice", True
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     MARKED = "answers that their mark {} leaves untrained"
     TRAINED_BY_MARK = "answers that their mark trains, whatever data.loss_on={} says"
@@ -57,22 +74,15 @@ class Outcome(Enum):
     LOST = "the chat template leaves out the whole text of {}", True
     STAND_IN = "messages of the role {}, as the chat template does not write it"
     STOP_IN_TEXT = "an assistant turn holds the text of a stop token: generation would end there"
-    ARGUMENTS_AS_TEXT = (
-        "tool calls whose arguments the chat template gets as JSON text: it takes no objects"
-    )
+    ARGUMENTS_AS_TEXT = "tool calls whose arguments the chat template gets as JSON text"
     EMPTY_QUESTION = "questions without a text", True
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
     EMPTY_THOUGHT = "answers that train an empty thought"
-    EMPTY_THOUGHT_BUT = (
-        "answers that train an empty thought; data.template_options={} puts it into the prompt"
-    )
+    EMPTY_THOUGHT_BUT = "answers that train an empty thought; data.template_options={} avoids it"
     UNREAD_OPTION = "records with the option {}, which the chat template does not read", True
     UNTRAINED = "records without a token to train, dropped", True
     END_APPENDED = "records to which the end token was appended"
-    LONGER_PROMPT = (
-        "records whose answers stand behind the generation prompt of inference, of which the "
-        "template's text leaves out a part: a sequence per turn"
-    )
+    LONGER_PROMPT = "records whose generation prompt of inference is longer: a sequence per turn"
     TURNS_APART = "records whose earlier turns the template rewrites: a sequence per turn"
     # The detail of these is data.max_length; overflow.py chooses among them.
     CUT_BEHIND_A_TURN = "records longer than data.max_length={}, cut behind the last turn that fits"
@@ -86,13 +96,8 @@ class Outcome(Enum):
 
 
 Note = tuple[Outcome, str]  # what happened to a record, and its detail
-TOO_LONG = (
-    Outcome.CUT_BEHIND_A_TURN,
-    Outcome.TRUNCATED,
-    Outcome.SPLIT,
-    Outcome.PARTLY_DROPPED,
-    Outcome.DROPPED,
-)
+_TOO_LONG = "CUT_BEHIND_A_TURN TRUNCATED SPLIT PARTLY_DROPPED DROPPED"
+TOO_LONG = [Outcome[name] for name in _TOO_LONG.split()]
 
 
 class FirstRecord(NamedTuple):
@@ -103,10 +108,7 @@ class FirstRecord(NamedTuple):
 
 
 class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
-    """How often each outcome happened, by its detail, and the sum of each of its effects.
-
-    The third part of a key is the effect, or "" for the number of records.
-    """
+    """How often each outcome happened, by its detail; effect "": the number of its records."""
 
     def add(self, outcome: Outcome, detail: str = "", records: int = 1, **effects: int) -> None:
         self[outcome, detail, ""] += records
@@ -114,10 +116,7 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
             self[outcome, detail, effect.replace("_", " ")] += count
 
     def lines(self, warning: str = "WARNING: ") -> dict[tuple[Outcome, str], str]:
-        """Return a line for each outcome, in the order of their first records, with its effects.
-
-        `warning`: the prefix of an outcome that warns.
-        """
+        """Return a line for each outcome, in the order of their first records, with its effects."""
         lines: dict[tuple[Outcome, str], str] = {}
         for (outcome, detail, effect), count in self.items():
             if count:
@@ -127,51 +126,30 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
         return lines
 
 
+@dataclass
+class RecordSums:
+    """Sums over records that are not broken, of a chunk, a source or a set."""
+
+    n_records: int = 0  # with those that are untrained and dropped
+    n_sequences: int = 0
+    longest: int = 0  # tokens of a sequence before it is cut
+    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
+    first_records: dict[tuple[Outcome, str, str], FirstRecord] = field(default_factory=dict)
+
+    def include(self, later: RecordSums) -> None:
+        """Add the sums over records behind these."""
+        self.n_records += later.n_records
+        self.n_sequences += later.n_sequences
+        self.longest = max(self.longest, later.longest)
+        self.outcomes.update(later.outcomes)
+        self.first_records = later.first_records | self.first_records
+
+
 class BrokenRecord(NamedTuple):
-    """Why a record cannot be used. `ends_file`: the rest of its file cannot be used either.
+    """Why a record cannot be used."""
 
-    `record`: its index in its set. `kind`: the problem without the record's own values.
-    """
-
-    record: int
+    record: int  # its index in its set
     place: str
     problem: str
-    ends_file: bool
-    kind: str
-
-
-class BrokenRecords:
-    """The broken records of a source, folded by the kinds of their problems."""
-
-    def __init__(self) -> None:
-        self.count, self.end_files = 0, False
-        self._places: list[str] = []
-        self._firsts: dict[str, BrokenRecord] = {}
-        self._alike: Counter[str] = Counter()
-
-    def add(self, broken: BrokenRecord) -> None:
-        self.count += 1
-        self.end_files |= broken.ends_file
-        if len(self._places) <= NAMED_PROBLEMS:
-            self._places.append(broken.place)
-        kind = re.sub(r"\d+|'[^']*'|(?<=]) \([^)]*\)", "0", broken.kind)  # (its role)
-        if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:
-            self._firsts.setdefault(kind, broken)
-            self._alike[kind] += 1
-
-    def removal(self) -> str:
-        """Return a command to leave these lines out, or "" if many or not of one .jsonl."""
-        files, numbers = zip(*(place.rpartition(":")[::2] for place in self._places), strict=True)
-        is_one = len(set(files)) == 1 and files[0].endswith((".jsonl", ".ndjson"))
-        if not is_one or self.count > NAMED_PROBLEMS:
-            return ""
-        lines = ";".join(f"{number}d" for number in numbers)
-        return f" (sed '{lines}' {shlex.quote(files[0])} > NEW.jsonl)"
-
-    def lines(self) -> dict[str, int]:
-        """Return a line for each of the first kinds, with the index of its first record."""
-        lines = {}
-        for kind, first in self._firsts.items():
-            more = f" (and {n} more like it)" if (n := self._alike[kind] - 1) else ""
-            lines[f"{first.place}: {first.problem}{more}"] = first.record
-        return lines
+    ends_file: bool  # the rest of its file cannot be used either
+    kind: str  # the problem without the record's own values

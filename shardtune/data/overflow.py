@@ -1,9 +1,8 @@
-"""What happens to a record that is longer than `data.max_length`: `data.overflow` decides.
+"""What happens to a record that is longer than `data.max_length`: `data.overflow` decides."""
 
-`encode_to_fit` encodes a record. With `turns` it leaves out what does not fit whole: the last turns
-of a conversation, or a prompt with its completion. `cut_to_rows` cuts every sequence that is still
-too long (with `turns` only texts are), and counts the outcome for the log.
-"""
+# With `turns`, `encode_to_fit` leaves out what does not fit whole: the last turns of a
+# conversation, or a prompt with its completion. `cut_to_rows` cuts every sequence that is still too
+# long (with `turns` only texts are), and counts the outcome for the log.
 
 from __future__ import annotations
 
@@ -13,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtune.config import DataConfig
-from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord, Record
-from shardtune.data.chat_template import Tools
-from shardtune.data.messages import Message
-from shardtune.data.outcomes import Outcome, OutcomeCounts
-from shardtune.data.record_error import RecordError
+from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
+from shardtune.data.conversation import Conversation, Record
+from shardtune.data.outcomes import Outcome, OutcomeCounts, RecordError
 
 _OUTCOMES = {
     "turns": Outcome.SPLIT,  # texts alone: conversations have lost turns already
@@ -28,34 +25,26 @@ _OUTCOMES = {
 
 
 def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> EncodedRecord:
-    """Encode a record; with `data.overflow=turns` only its whole turns that fit.
-
-    A `text` record is encoded whole. A prompt and completion that do not fit stand in `too_long`.
-
-    Raises:
-        RecordError, UserError: as `ChatEncoder.encode`.
-    """
-    if data.overflow == "turns" and "messages" in record:
-        tools = record.get("tools")
-        return leading_turns(encoder, record["messages"], tools, data.max_length)
+    """Encode a record; with `data.overflow=turns` only its whole turns that fit."""
+    # A text is encoded whole. A prompt and completion that do not fit stand in `too_long`.
+    keeps_turns = data.overflow == "turns"
+    if keeps_turns and isinstance(record, Conversation) and not record.first:
+        return leading_turns(encoder, record, data.max_length)
     encoded = encoder.encode(record)
-    if data.overflow == "turns" and "prompt" in record and not encoded.fits(data.max_length):
+    if keeps_turns and "prompt" in record.content and not encoded.fits(data.max_length):
         return EncodedRecord([], notes=encoded.notes, too_long=encoded.sequences)
     return encoded
 
 
 def leading_turns(
-    encoder: ChatEncoder, messages: list[Message], tools: Tools, max_length: int
+    encoder: ChatEncoder, conversation: Conversation, max_length: int
 ) -> EncodedRecord:
     """Encode a conversation, or its leading messages: the most that fit and end with an answer.
 
     The turns to train are chosen from the whole conversation: with `loss_on=last` nothing is
     trained unless all of it fits.
-
-    Raises:
-        RecordError, UserError: as `ChatEncoder.encode`.
     """
-    encode = encoder.part_encoder(messages, tools)
+    encode, messages = encoder.part_encoder(conversation), conversation.messages
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     end = len(messages)
     encoded = whole = encode(end)
@@ -79,19 +68,15 @@ def leading_turns(
 def cut_to_rows(
     encoded: EncodedRecord, data: DataConfig, outcomes: OutcomeCounts, bos_ids: list[int]
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-    """Return the token ids and trained flags of each row of a record; count it if it is too long.
-
-    A piece of a sequence begins with the `bos_ids` of the tokenizer, untrained, as the sequence.
-
-    Raises:
-        RecordError: it is too long and `data.overflow` is `error`.
-    """
+    """Return token ids and trained flags of each row of a record; count it if it is too long."""
     rows = []
     n_kept = n_trained = n_repeated = n_turns = n_cut = 0
     for sequence in encoded.sequences:
         tokens = np.asarray(sequence.input_ids, np.uint32)
         kept = np.zeros(len(tokens), np.bool_)
-        lead = lead_of(sequence.input_ids, bos_ids, data.max_length)
+        # Each further piece begins with the BOS with which the sequence begins.
+        is_led = sequence.input_ids[: len(bos_ids)] == bos_ids
+        lead = bos_ids if is_led and len(bos_ids) < data.max_length - 1 else []
         pieces = fit_to_length(sequence.trained, data.max_length, data.overflow, len(lead))
         for piece, trained in pieces:
             begin = np.asarray(lead if piece.start else [], np.uint32)
@@ -120,34 +105,23 @@ def cut_to_rows(
     return rows
 
 
-def lead_of(ids: list[int], bos_ids: list[int], max_length: int) -> list[int]:
-    """Return what each further piece of a sequence begins with: the BOS with which that begins."""
-    is_led = ids[: len(bos_ids)] == bos_ids and len(bos_ids) < max_length - 1
-    return bos_ids if is_led else []
-
-
 def fit_to_length(
     trained: npt.ArrayLike, max_length: int, overflow: str, n_lead: int = 0
 ) -> list[tuple[slice, npt.NDArray[np.bool_]]]:
     """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
 
-    Returns the slice of each piece and its trained flags; the pieces behind the first leave room
-    for `n_lead` tokens. The first token of a piece has no predecessor and is not trained. Pieces of
-    `split` and `turns` overlap by one token. The later piece takes it as context alone, so each
-    trained token is in exactly one. Pieces that train nothing are left out.
-
-    Raises:
-        RecordError: the sequence is too long and `overflow` is `error`.
+    Returns the slice of each piece that trains something, and its trained flags; pieces behind the
+    first leave room for `n_lead` tokens. With `error` it raises RecordError instead.
     """
+    # The first token of a piece has no predecessor: it is untrained. Pieces of `split` and `turns`
+    # overlap by one token, context alone in the later piece: each trained token is in exactly one.
     flags = np.asarray(trained, np.bool_)
     n_tokens = len(flags)
     starts = [0]
     if n_tokens > max_length:
         if overflow == "error":
-            raise RecordError(
-                f"has {n_tokens} tokens, more than data.max_length={max_length} - shorten it, "
-                "raise data.max_length, or choose data.overflow=turns, truncate, split or drop"
-            )
+            what = f"has {n_tokens} tokens, more than data.max_length={max_length}"
+            raise RecordError(f"{what} - shorten it, raise that, or choose another data.overflow")
         splits = [0, *range(max_length - 1, n_tokens - 1, max_length - 1 - n_lead)]
         starts = {"truncate": [0], "drop": [], "split": splits, "turns": splits}[overflow]
     pieces = []

@@ -1,10 +1,8 @@
-"""Names of data on this machine: files of records, and what `save_to_disk` wrote.
-
-Imports nothing heavy.
-"""
+"""Names of data on this machine: files of records, what `save_to_disk` wrote. Nothing heavy."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 KINDS = (".json", ".jsonl", ".csv", ".parquet")
@@ -12,6 +10,7 @@ _OTHER_NAMES = {".ndjson": ".jsonl"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
+@functools.cache
 def kind_of(name: str) -> str:
     """Return which of KINDS the file with this name is, compressed or not; "" if none."""
     path = Path(name)

@@ -6,7 +6,6 @@ A file in a form that cannot be read gives one FileError in place of its records
 from __future__ import annotations
 
 import codecs
-import contextlib
 import csv
 import io
 import itertools
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import pyarrow.parquet
 
+from shardtune.data.conversation import without_nulls
+from shardtune.data.forms import forms_of, has_turns
+from shardtune.data.forms.columns import Columns, list_of_records, read_fields
 from shardtune.data.hub import datasets_library
-from shardtune.data.messages import without_nulls
+from shardtune.data.outcomes import FileError, RecordError
 from shardtune.data.paths import COMPRESSIONS, kind_of
-from shardtune.data.record_error import FileError, RecordError
-from shardtune.data.records import forms_of, has_turns, list_of_records, read_fields
 from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
@@ -44,6 +44,7 @@ _NOT_UTF8 = (
 )
 
 Text = tuple[int, bytes | RecordError]  # the number of a record and its JSON
+Tables = Callable[[list[str]], Iterable[pyarrow.Table]]  # of these columns
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,17 @@ class RecordChunk:
     """Consecutive records of one file, unparsed: cheap to send to another process.
 
     `rows`: JSON texts, or an Arrow table of the read columns; one FileError if the file cannot be
-    read from here on. `numbers`: the line (`.jsonl`, `.csv`) or index of each row in the file.
-    `n_bytes`: the part of the file that they take. `first_record`: the index of the first row in
-    the set `set_name`, with `source`, the index of its source in that set. `loss_on`,
-    `template_options`: those of the source, if it has its own.
+    read from here on. `loss_on`, `template_options`: those of the source, if it has its own.
     """
 
     file: str
-    numbers: Sequence[int]
+    numbers: Sequence[int]  # the line (`.jsonl`, `.csv`) or index of each row in the file
     rows: Sequence[bytes | RecordError] | pyarrow.Table
-    n_bytes: int = 0
+    n_bytes: int = 0  # of the file
     unread_columns: tuple[str, ...] = ()
     set_name: str = ""
-    source: int = 0
-    first_record: int = 0
+    source: int = 0  # its index in the set
+    first_record: int = 0  # the index of the first row in the set
     loss_on: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,11 +108,8 @@ def require_codec(name: str, file: Path) -> None:
         )
 
 
-def file_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[RecordChunk]:
-    """Yield the records of a file in order; of a table only the columns that are read.
-
-    Skips blank lines. `columns`: `data.columns`.
-    """
+def file_chunks(file: Path, columns: Columns) -> Iterator[RecordChunk]:
+    """Yield the records of a file in order; of a table only the columns that are read."""
     if kind_of(file.name) == ".parquet":
         yield from _parquet_chunks(file, columns)
         return
@@ -129,7 +124,7 @@ def file_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[Recor
 
 
 def dataset_chunks(
-    name: str, dataset: datasets.Dataset, n_bytes: int, columns: Mapping[str, str | None]
+    name: str, dataset: datasets.Dataset, n_bytes: int, columns: Columns
 ) -> Iterator[RecordChunk]:
     """Yield the records of a dataset of `n_bytes`, of the columns that are read."""
 
@@ -141,16 +136,12 @@ def dataset_chunks(
 
 
 def _table_chunks(
-    name: str,
-    schema: pyarrow.Schema,
-    columns: Mapping[str, str | None],
-    tables: Callable[[list[str]], Iterable[pyarrow.Table]],
-    bytes_per_row: float,
+    name: str, schema: pyarrow.Schema, columns: Columns, tables: Tables, bytes_per_row: float
 ) -> Iterator[RecordChunk]:
     """Yield a chunk for each of the consecutive `tables` of the columns that are read.
 
-    Other columns may hold images, which need no decoding. A table without a form of ours is refused
-    by its columns.
+    A table without a form of ours is refused by its columns. Those that are not read may hold
+    images, which need no decoding.
     """
     fields = read_fields(columns)
     read = [column for column in schema.names if column in fields]
@@ -165,7 +156,7 @@ def _table_chunks(
         yield RecordChunk(name, numbers, table, round(len(numbers) * bytes_per_row), unread)
 
 
-def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> FileError | None:
+def _form_problem(schema: pyarrow.Schema, columns: Columns) -> FileError | None:
     """Return why a table with these columns has no form of records, or None."""
     ours = {name: field for field, name in columns.items() if name and "." not in field}
     ignored = {field for field, name in columns.items() if name is None}
@@ -188,7 +179,7 @@ def _example(kind: pyarrow.DataType) -> Any:
     return None
 
 
-def _parquet_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[RecordChunk]:
+def _parquet_chunks(file: Path, columns: Columns) -> Iterator[RecordChunk]:
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
 
@@ -204,14 +195,6 @@ def _parquet_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[R
         yield RecordChunk(str(file), [0], [_unreadable(error)])
 
 
-def n_rows(file: Path) -> int | None:
-    """Return the number of records of a table, or None for a broken table and other files."""
-    if kind_of(file.name) == ".parquet":
-        with contextlib.suppress(OSError, pyarrow.ArrowException):
-            return int(pyarrow.parquet.read_metadata(file).num_rows)
-    return None
-
-
 def _unreadable(error: Exception) -> FileError:
     problem = f"cannot be read ({first_line(error)}) - write the file again"
     return FileError(problem, kind="cannot be read")
@@ -223,10 +206,7 @@ def _decompressed(raw: io.BufferedReader, file: Path) -> io.BufferedReader:
 
 
 def _texts(
-    file: Path,
-    raw: io.BufferedReader,
-    content: io.BufferedReader,
-    columns: Mapping[str, str | None],
+    file: Path, raw: io.BufferedReader, content: io.BufferedReader, columns: Columns
 ) -> tuple[Iterable[Text], Callable[[int], float]]:
     """Return the texts in `content`, and a function from their read bytes to those of `raw`."""
     kind, size = kind_of(file.name), file.stat().st_size
@@ -254,24 +234,20 @@ def _n_bytes(text: Text) -> int:
 def _text_chunks(
     file: Path, texts: Iterable[Text], file_bytes: Callable[[int], float]
 ) -> Iterator[RecordChunk]:
-    numbers: list[int] = []
-    rows: list[bytes | RecordError] = []
-    n_before = n_bytes = n_read = 0
+    texts, n_read, begin = iter(texts), 0, 0
+    while part := [*_first_part(texts)]:
+        n_read += sum(map(_n_bytes, part))
+        end, (numbers, rows) = round(file_bytes(n_read)), zip(*part, strict=True)
+        yield RecordChunk(str(file), numbers, rows, end - begin)
+        begin = end
 
-    def chunk() -> RecordChunk:
-        return RecordChunk(str(file), numbers, rows, round(file_bytes(n_read)) - n_before)
 
-    for number, text in texts:
-        numbers.append(number)
-        rows.append(text)
-        n_bytes += _n_bytes((number, text))
-        if len(rows) == _RECORDS_PER_CHUNK or n_bytes >= _BYTES_PER_CHUNK:
-            n_read += n_bytes
-            yield chunk()
-            numbers, rows, n_bytes, n_before = [], [], 0, round(file_bytes(n_read))
-    n_read += n_bytes
-    if rows:
-        yield chunk()
+def _first_part(texts: Iterator[Text]) -> Iterator[Text]:
+    n_bytes = 0
+    for text in itertools.islice(texts, _RECORDS_PER_CHUNK):
+        yield text
+        if (n_bytes := n_bytes + _n_bytes(text)) >= _BYTES_PER_CHUNK:
+            return
 
 
 def _lines(content: Iterable[bytes]) -> Iterator[Text]:
@@ -301,23 +277,21 @@ def _whole_file_problem(first: bytes) -> FileError | None:
 
 
 def _csv_rows(file_name: str, content: io.BufferedReader) -> Iterator[Text]:
-    """Yield an object of texts for each row below the header, with the line on which it begins.
-
-    A header without a comma may be divided by another character, which then divides the rows.
-    """
+    """Yield an object of texts for each row below the header, with the line on which it begins."""
     csv.field_size_limit(sys.maxsize)
     encodings = itertools.chain(["utf-8-sig"], itertools.repeat("utf-8"))
     lines = map(bytes.decode, content, encodings)
     number = 1
     try:
         header = next(lines, "")
+        # A header without a comma may be divided by another character, which divides all rows.
         others = (each for each in ";\t" if each in header and "," not in header)
         if (divider := next(others, ",")) != ",":
             logger.info(f"Data: {divider!r} divides the columns of {file_name}, by its first row")
         rows = csv.reader(itertools.chain([header], lines), delimiter=divider, strict=True)
         names = next(rows, [])
-        if problem := _header_problem(names):
-            yield 1, problem
+        if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+            yield 1, FileError(f"two columns have the name {twice} - rename one of them")
             return
         number = rows.line_num + 1
         for values in rows:
@@ -335,13 +309,7 @@ def _csv_rows(file_name: str, content: io.BufferedReader) -> Iterator[Text]:
         yield number, FileError(quotes, kind="invalid CSV")
 
 
-def _header_problem(names: Sequence[str]) -> FileError | None:
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        return FileError(f"two columns have the name {twice} - rename one of them")
-    return None
-
-
-def _json_values(content: bytes, columns: Mapping[str, str | None]) -> Iterator[Text]:
+def _json_values(content: bytes, columns: Columns) -> Iterator[Text]:
     """Yield the elements of the array that the file holds, or the value, or its lines' values."""
     value = _parse_json(content)
     if isinstance(value, list):

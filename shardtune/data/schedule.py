@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtune.config import DataConfig
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import Rows, best_fit, rows_of_epoch, sequences_of_epoch
+from shardtune.data.order import Rows, best_fit, lay_out_rows, sequences_of_epoch
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,14 @@ def assign_rows(
 def rows_of_rank(
     costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int
 ) -> list[list[int]]:
-    """Return the rows of each of this rank's micro-batches, the same number on every rank.
+    """Return the rows of each of this rank's micro-batches; `costs`: int64 [rows].
 
-    Ranks wait for one another in each micro-batch. So rows of like cost are in the same
-    micro-batch on different ranks, and the rank with the least so far gets the most. Where rows
-    do not suffice for all ranks, shares differ by at most one row and may be empty.
-
-    Args:
-        costs: int64 [rows].
+    Every rank has the same number of them. Where rows do not suffice for all ranks, shares differ
+    by at most one row and may be empty.
     """
-    # Every rank computes the shares of all ranks, so none has to be sent.
+    # Ranks wait for one another in each micro-batch. So rows of like cost are in the same
+    # micro-batch on different ranks, and the rank with the least so far gets the most. Every rank
+    # computes the shares of all ranks, so none has to be sent.
     order, rows_at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
     totals = np.zeros(ranks, np.int64)
     micro_batches = []
@@ -125,22 +123,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
-
-    Each step has `rows_per_step` rows, the last one of an epoch perhaps fewer. Steps before `start`
-    count as they were taken, even with another `rows_per_step`. `weights`: the passes per epoch of
-    each source; an epoch in which no source gives a record is skipped.
-    """
+    """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`."""
 
     dataset: TokenDataset
     max_length: int
     packing: bool
     seed: int
-    rows_per_step: int
-    epochs: int
+    rows_per_step: int  # the last step of an epoch may have fewer
+    epochs: int  # one in which no source gives a record is skipped
     max_steps: int | None
-    start: Position
-    weights: tuple[Fraction, ...] = (Fraction(1),)
+    start: Position  # steps before it count as they were taken, even with other rows_per_step
+    weights: tuple[Fraction, ...] = (Fraction(1),)  # the passes per epoch of each source
 
     @cached_property
     def first_epoch(self) -> np.ndarray:
@@ -190,21 +183,18 @@ class Schedule:
         return float(self.sum_by_source(self.dataset.begins_record).sum() / self.rows_per_epoch)
 
     def sum_by_source(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, one per sequence of the dataset, over the first epoch by source.
-
-        Returns:
-            int64 [sources].
-        """
+        """Sum `values`, one per sequence, over the first epoch by source, int64 [sources]."""
         sources = self.dataset.source[self.first_epoch]
         return np.bincount(sources, values[self.first_epoch], len(self.weights)).astype(np.int64)
 
     def steps(self) -> Iterator[Step]:
         dataset, total_steps = self.dataset, self.total_steps
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
+        settings = self.max_length, self.packing, self.seed
         while number < total_steps:
-            rows = rows_of_epoch(
-                dataset, self.weights, self.seed, epoch, self.max_length, self.packing
-            )
+            sequences = self._sequences(epoch)
+            rows = lay_out_rows(dataset.lengths[sequences], *settings, epoch)
+            rows = Rows(sequences[rows.members], rows.starts)
             for begin in range(first, len(rows), self.rows_per_step)[: total_steps - number]:
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))

@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,7 @@ import xxhash
 
 from shardtune.data.hub import datasets_library, hub_problem
 from shardtune.data.paths import KINDS, kind_of, split_path
-from shardtune.data.record_files import (
-    RecordChunk,
-    dataset_chunks,
-    file_chunks,
-    n_rows,
-    require_codec,
-)
+from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks, require_codec
 from shardtune.errors import UserError, first_few, first_line, missing_directory
 
 if TYPE_CHECKING:
@@ -35,23 +30,17 @@ _SAVED = ("dataset_dict.json", "state.json")  # these files mark a DatasetDict a
 
 @dataclass(frozen=True)
 class Source:
-    """The files that `spec`, the value of `key`, names: here, or in the cache of the hub.
-
-    `files`: sorted by name. `ignored`: the other names in the directory; among hidden files only
-    those that look like records. `dataset`: a dataset of the hub or one that was saved, in these
-    files. `loss_on`: in place of `data.loss_on`. `max_records`: only so many are read. `columns`:
-    `data.columns`. `template_options`: over those of `data`.
-    """
+    """The files that `spec`, the value of `key`, names: here, or in the cache of the hub."""
 
     key: str
     spec: str
-    files: tuple[Path, ...] = ()
-    ignored: tuple[str, ...] = ()
-    dataset: datasets.Dataset | None = None
-    loss_on: str | None = None
+    files: tuple[Path, ...] = ()  # sorted by name
+    ignored: tuple[str, ...] = ()  # other names in the directory; hidden ones if they look alike
+    dataset: datasets.Dataset | None = None  # of the hub or one that was saved, in these files
+    loss_on: str | None = None  # in place of `data.loss_on`
     max_records: int | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, str | None] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # over those of `data`
+    columns: Mapping[str, str | None] = field(default_factory=dict)  # `data.columns`
 
     @property
     def name(self) -> str:
@@ -66,18 +55,8 @@ class Source:
     def n_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
-    def n_records(self) -> int | None:
-        """Return the number of records, or None: only tables tell it beforehand."""
-        if self.dataset is not None:
-            return len(self.dataset)
-        counts = [n_rows(file) for file in self.files]
-        return None if None in counts else sum(n or 0 for n in counts)
-
     def lines(self, n_read: int, with_records: Collection[str]) -> list[str]:
-        """Return lines on the files of a directory that were read, joined or left out.
-
-        `n_read`: how many records; `with_records`: the files that had any.
-        """
+        """Return lines on the files of a directory: those `with_records`, `n_read`, and others."""
         if not self.is_joined:
             return []
         files, n_files = list(self.files), len(self.files)
@@ -90,18 +69,12 @@ class Source:
         for what, names in (("no record in", empty), ("ignored", self.ignored)):
             line += f"; {what}: {first_few(names, 10)}" if names else ""
         splits = sorted({found[0] for file in files if (found := _SPLIT.match(file.name))})
-        warning = (
-            f"{self.key}: WARNING: files of several splits are read as one: {', '.join(splits)}"
-        )
-        remedy = "move each split into a directory of its own, and name those"
-        return [line, f"{warning} - {remedy}"] if len(splits) > 1 else [line]
+        warning = f"WARNING: files of several splits are read as one: {', '.join(splits)}"
+        remedy = "move each into a directory of its own, and name those"
+        return [line, f"{self.key}: {warning} - {remedy}"] if len(splits) > 1 else [line]
 
     def digest(self) -> str:
-        """Hash every stored byte in order, and the options; a moved copy has the same digest.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Hash every stored byte in order, and the options; a moved copy has the same digest."""
         split = f"{self.dataset.split} {len(self.dataset)}" if self.dataset is not None else ""
         names = [file.name for file in self.files] if self.is_joined else []
         options = f"{split} {self.loss_on} {self.max_records} {names} {self.ignored}"
@@ -119,25 +92,22 @@ class Source:
     def chunks(self) -> Iterator[RecordChunk]:
         """Yield the records in order, at most `max_records`. Blank lines are skipped."""
         left = sys.maxsize if self.max_records is None else self.max_records
-        for chunk in self._chunks():
+        parts = [
+            file_chunks(file, self.columns) for file in self.files
+        ]  # each opens when it begins
+        if self.dataset is not None:
+            parts = [dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)]
+        for chunk in chain.from_iterable(parts):
             yield chunk.first(left)
             left -= len(chunk.numbers)
             if left <= 0:
                 return
 
-    def _chunks(self) -> Iterator[RecordChunk]:
-        if self.dataset is not None:
-            yield from dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)
-            return
-        for file in self.files:
-            yield from file_chunks(file, self.columns)
-
 
 def find_source(key: str, spec: str) -> Source:
     """Return the source that the value `spec` of the configuration key `key` names.
 
-    Raises:
-        UserError: nothing has that name, or it does not hold records.
+    Raises UserError where nothing has that name, or it does not hold records.
     """
     name, kinds = f"{key}={spec}", ", ".join(KINDS)
     path, split = split_path(spec)
@@ -162,9 +132,8 @@ def find_source(key: str, spec: str) -> Source:
         ignored = (other for other in others if not other.startswith(".") or kind_of(other))
         return Source(key, spec, files, tuple(ignored))
     if kind_of(path.name) or not _HUB_NAME.fullmatch(spec):
-        raise UserError(
-            f"{name}: no such file or directory{missing_directory(spec)} - correct the path"
-        )
+        missing = f"no such file or directory{missing_directory(spec)}"
+        raise UserError(f"{name}: {missing} - correct the path")
     return _hub_source(key, spec)
 
 
@@ -187,10 +156,8 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
         ) from error
     if isinstance(loaded, library.DatasetDict):
         if split not in loaded:
-            raise UserError(
-                f"{key}={spec}: a DatasetDict of the split{'s' * (len(loaded) > 1)} "
-                f"{', '.join(loaded)} - name one, such as {folder}:{next(iter(loaded))}"
-            )
+            remedy = f"name one, such as {folder}:{next(iter(loaded))}"
+            raise UserError(f"{key}={spec}: a DatasetDict of {', '.join(loaded)} - {remedy}")
         loaded = loaded[split]
     elif split:
         raise UserError(f"{key}={spec}: a Dataset without splits - name {folder} alone")
@@ -208,8 +175,7 @@ def _hub_source(key: str, spec: str) -> Source:
         reason = f"the hub cannot be reached: {unreachable}" if unreachable else first_line(error)
         raise UserError(
             f"{key}={spec}: neither a file or directory here nor a dataset of the hub that can be "
-            f"opened ({reason}) - correct the name, connect to the hub, or name a local file or "
-            "directory"
+            f"opened ({reason}) - correct the name, or connect to the hub"
         ) from error
     files = tuple(Path(entry["filename"]) for entry in dataset.cache_files)
     return Source(key, spec, files, dataset=dataset)
@@ -220,24 +186,8 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
     for set_name, sources in sets.items():
         first_record = 0
         for i, source in enumerate(sources):
+            own: dict[str, Any] = {"loss_on": source.loss_on}
+            own["template_options"] = source.template_options
             for chunk in source.chunks():
-                yield replace(
-                    chunk,
-                    set_name=set_name,
-                    source=i,
-                    first_record=first_record,
-                    loss_on=source.loss_on,
-                    template_options=source.template_options,
-                )
+                yield replace(chunk, set_name=set_name, source=i, first_record=first_record, **own)
                 first_record += len(chunk.numbers)
-
-
-def reading_progress(sources: Iterable[Source], n_read: int, n_bytes: int) -> str:
-    """Return a text like "10 of about 200 records", estimated by bytes unless files say it."""
-    total, about = 0, ""
-    for source in sources:
-        if (n_records := source.n_records()) is None:
-            about = "about "
-            n_records = round(source.n_bytes * n_read / max(1, n_bytes))
-        total += min(n_records, source.max_records or n_records)
-    return f"{n_read:,} of {about}{max(n_read, total):,} records"

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,13 @@ import xxhash
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
+from shardtune.data.conversation import Conversation, Record, is_media
 from shardtune.data.duplicates import RecordHash, hash_of
-from shardtune.data.messages import is_media
-from shardtune.data.outcomes import BrokenRecord, FirstRecord, Outcome, OutcomeCounts
+from shardtune.data.forms import read_record
+from shardtune.data.forms.columns import names_in
+from shardtune.data.outcomes import BrokenRecord, FirstRecord, Outcome, RecordError, RecordSums
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
-from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.record_files import RecordChunk
-from shardtune.data.records import fields_of_turns, media_tag, read_record
-from shardtune.data.token_rows import require_one_document
 from shardtune.distributed.signals import die_with_parent
 
 _SINGLE_PROCESS_S = 5.0  # about as long as the workers take to start
@@ -34,58 +33,45 @@ _CHUNKS_PER_WORKER = 4
 
 
 @dataclass
-class SetChunk:
-    """The sequences of one chunk that belong to one set.
+class SetChunk(RecordSums):
+    """The records of one chunk that belong to one set."""
 
-    `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
-    of each. `n_records`: the number of their records, with untrained and dropped ones.
-    `first_records`: the first record of each of `outcomes`. `longest`: tokens of the longest
-    sequence before it is cut. `hashes`: those of the records that have a sequence.
-    """
-
+    # Of each its token ids uint32 [length], trained flags bool [length] and the record's index.
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
-    n_records: int = 0
-    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
-    first_records: dict[tuple[Outcome, str, str], FirstRecord] = field(default_factory=dict)
-    longest: int = 0
     hashes: list[RecordHash] = field(default_factory=list)
 
     def add(
-        self, record: int, encoded: EncodedRecord, data: DataConfig, bos_ids: list[int]
+        self, first: FirstRecord, encoded: EncodedRecord, data: DataConfig, bos_ids: list[int]
     ) -> None:
-        """Add the sequences of the record with index `record`, cut to `data.max_length`."""
-        self.n_records += 1
-        for note in encoded.notes:
-            self.outcomes.add(*note)
+        """Add the sequences of a record, cut to `data.max_length`, and count its outcomes."""
         whole = encoded.too_long or encoded.sequences
-        self.longest = max([self.longest, *(len(s.input_ids) for s in whole)])
-        if not any(any(s.trained[1:]) for s in whole):
-            self.outcomes.add(Outcome.UNTRAINED)
-            return
-        self.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
-        if encoded.apart:
-            self.outcomes.add(encoded.apart, tokens_added=encoded.added_tokens)
-        rows = cut_to_rows(encoded, data, self.outcomes, bos_ids)
-        self.sequences += [(tokens, trained, record) for tokens, trained in rows]
+        sums = RecordSums(1, longest=max((len(s.input_ids) for s in whole), default=0))
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        for note in encoded.notes:
+            sums.outcomes.add(*note)
+        if any(any(s.trained[1:]) for s in whole):
+            sums.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
+            if encoded.apart:
+                sums.outcomes.add(encoded.apart, tokens_added=encoded.added_tokens)
+            rows = cut_to_rows(encoded, data, sums.outcomes, bos_ids)  # which may refuse the record
+            self.sequences += [(tokens, trained, first.record) for tokens, trained in rows]
+        else:
+            sums.outcomes.add(Outcome.UNTRAINED)
         if rows:
-            self.hashes.append(hash_of(record, (tokens for tokens, _ in rows)))
+            self.hashes.append(hash_of(first.record, (tokens for tokens, _ in rows)))
+        sums.n_sequences = len(rows)
+        sums.first_records = {key: first for key, count in sums.outcomes.items() if count}
+        self.include(sums)
 
 
 @dataclass
 class TokenizedChunk:
-    """The sequences of a chunk by the name of their set, and its broken records.
+    """The sequences of a chunk by the name of their set, and its broken records."""
 
-    `fields`: with `data.columns`, the names of the fields that any record has.
-    """
-
-    set_name: str
-    source: int
-    file: str
-    n_records: int
-    n_bytes: int
+    chunk: RecordChunk  # without its rows
     sets: dict[str, SetChunk] = field(default_factory=dict)
     broken: list[BrokenRecord] = field(default_factory=list)
-    fields: set[str] = field(default_factory=set)
+    fields: set[str] = field(default_factory=set)  # with data.columns: those that any record has
 
 
 @dataclass(frozen=True)
@@ -97,63 +83,49 @@ class ChunkTokenizer:
 
     def tokenize(self, chunk: RecordChunk) -> TokenizedChunk:
         """Tokenize a chunk; with `data.eval_fraction`, some records of `train` go to `eval`."""
-        result = TokenizedChunk(
-            chunk.set_name, chunk.source, chunk.file, len(chunk.numbers), chunk.n_bytes
-        )
-        result.sets[chunk.set_name] = SetChunk()
+        result = TokenizedChunk(replace(chunk, rows=()))
+        own = result.sets[chunk.set_name] = SetChunk()
         columns = self.data.field_names
-        if columns:
-            result.fields.update(chunk.unread_columns)
+        result.fields.update(chunk.unread_columns if columns else ())
         for i, value in enumerate(chunk.parse()):
+            result.fields |= names_in(value, columns)
+            first = FirstRecord(chunk.first_record + i, chunk.place(i))
             try:
-                if columns and isinstance(value, dict):
-                    result.fields |= {name for name in value if value[name] is not None}
-                    result.fields |= fields_of_turns(value, columns)
-                record, unread_names, notes = read_record(value, self.data)
-                if "input_ids" in record:
-                    require_one_document((*unread_names, *chunk.unread_columns))
-                tag = media_tag(record, [*unread_names, *chunk.unread_columns])
-                set_name = "eval" if self.is_held_out(record) else chunk.set_name
-                sequences = result.sets.setdefault(set_name, SetChunk())
-                encoder = self.encoder_of(chunk, record)
-                encoded = encode_to_fit(encoder, record, self.data)
-                for outcome, detail in notes:
-                    sequences.outcomes.add(outcome, detail)
-                if tag:
-                    sequences.outcomes.add(Outcome.MEDIA_TAG, tag)
-                for note in encoder.template.rendered_already(record):
-                    sequences.outcomes.add(*note)
-                sequences.add(chunk.first_record + i, encoded, self.data, encoder.bos_ids)
-                for option in encoder.template.unread_of(record.get("chat_template_kwargs", {})):
-                    sequences.outcomes.add(Outcome.UNREAD_OPTION, option)
-                for name in (*unread_names, *encoder.template.unread_fields(record)):
-                    sequences.outcomes.add(unread_outcome(name), name)
-                for key in sequences.outcomes.keys() - sequences.first_records.keys():
-                    if sequences.outcomes[key]:
-                        first = FirstRecord(chunk.first_record + i, chunk.place(i))
-                        sequences.first_records[key] = first
+                self._add_record(result, chunk, value, first)
             except RecordError as error:
-                ends_file = isinstance(error, FileError)
-                index, place = chunk.first_record + i, chunk.place(i)
-                result.broken.append(BrokenRecord(index, place, str(error), ends_file, error.kind))
+                broken = BrokenRecord(*first, str(error), error.ends_file, error.kind)
+                result.broken.append(broken)
         for name in chunk.unread_columns:
-            own = result.sets[chunk.set_name]
-            own.outcomes.add(unread_outcome(name), name, len(chunk.numbers))
-            first = FirstRecord(chunk.first_record, chunk.place(0))
-            own.first_records[unread_outcome(name), name, ""] = first
+            outcome = unread_outcome(name)
+            own.outcomes.add(outcome, name, len(chunk.numbers))
+            own.first_records[outcome, name, ""] = FirstRecord(chunk.first_record, chunk.place(0))
         return result
 
-    def encoder_of(self, chunk: RecordChunk, record: dict[str, Any]) -> ChatEncoder:
-        """Return the encoder by the settings of the record's source and its own options."""
-        options = {**chunk.template_options, **record.get("chat_template_kwargs", {})}
-        return self.encoder.variant(chunk.loss_on or self.data.loss_on, options)
+    def _add_record(
+        self, result: TokenizedChunk, chunk: RecordChunk, value: Any, first: FirstRecord
+    ) -> None:
+        """Tokenize one record of a chunk; raises RecordError where it cannot be used."""
+        columns, roles = self.data.field_names, self.data.roles
+        record, unread, notes = read_record(value, columns, roles, chunk.unread_columns)
+        options = record.options if isinstance(record, Conversation) else {}
+        loss_on = chunk.loss_on or self.data.loss_on
+        encoder = self.encoder.variant(loss_on, {**chunk.template_options, **options})
+        encoded = encode_to_fit(encoder, record, self.data)
+        template = encoder.template
+        unread += template.unread_fields(record)
+        notes += template.rendered_already(record)
+        notes += [(Outcome.UNREAD_OPTION, option) for option in template.unread_of(options)]
+        notes += [(unread_outcome(name), name) for name in unread]
+        set_name = "eval" if self.is_held_out(record) else chunk.set_name
+        own = result.sets.setdefault(set_name, SetChunk())
+        encoded = replace(encoded, notes=(*notes, *encoded.notes))
+        own.add(first, encoded, self.data, encoder.bos_ids)
 
-    def is_held_out(self, record: dict[str, Any]) -> bool:
+    def is_held_out(self, record: Record) -> bool:
         """Whether a record of data.train goes to evaluation: a hash of its used fields decides."""
         if self.data.eval is not None or not self.data.eval_fraction:
             return False
-        texts = {name: value for name, value in record.items() if name != "chat_template_kwargs"}
-        canonical = json.dumps(texts, sort_keys=True, separators=(",", ":")).encode()
+        canonical = json.dumps(record.content, sort_keys=True, separators=(",", ":")).encode()
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
 
 
@@ -165,12 +137,9 @@ def unread_outcome(field: str) -> Outcome:
 def tokenize_chunks(
     tokenizer: ChunkTokenizer, chunks: Iterator[RecordChunk]
 ) -> Generator[TokenizedChunk]:
-    """Yield the results in the order of the chunks; close the generator to leave it early.
-
-    This process tokenizes for a few seconds, then one process a core does the rest. At most a few
-    chunks a core are in memory. The processes are spawned: a forked child of a process with
-    threads, such as torch's, may hang.
-    """
+    """Yield the results in the order of the chunks; close the generator to leave it early."""
+    # This process tokenizes for a few seconds, then one process a core does the rest, with a few
+    # chunks a core in memory. They are spawned: a forked child of a process with threads may hang.
     n_workers = len(os.sched_getaffinity(0))
     started = time.monotonic()
     for chunk in chunks:

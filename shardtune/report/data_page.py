@@ -10,9 +10,9 @@ from typing import Any
 
 import jinja2
 
-from shardtune.data.inspect_data import ShownSequence, lines, places_of, sequences, tokenized
 from shardtune.errors import UserError
 from shardtune.report.draw import COLOURS, histogram_svg
+from shardtune.report.inspect_data import ShownSequence, lines, places_of, sequences, tokenized
 from shardtune.report.page import require_page
 
 _RECORDS_ON_PAGE = 50

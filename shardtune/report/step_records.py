@@ -13,7 +13,6 @@ from pathlib import Path
 from shardtune.config import Config
 from shardtune.config_io import bare, load_config, read_written, shared_settings
 from shardtune.data.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
-from shardtune.data.inspect_data import log_to_stderr, picture, places_of
 from shardtune.data.schedule import (
     Cost,
     Position,
@@ -23,6 +22,7 @@ from shardtune.data.schedule import (
     source_weights,
 )
 from shardtune.errors import UserError
+from shardtune.report.inspect_data import log_to_stderr, picture, places_of
 from shardtune.report.read_run import Entry, RunRecord, read_run
 
 _OF_ORDER = ("run.seed", "data.train", "data.max_length", "data.packing")

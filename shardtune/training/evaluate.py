@@ -19,7 +19,6 @@ from shardtune.data.batch import Batch, build_batch
 from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.dataset import PreparedData, TokenDataset, build_encoder
 from shardtune.data.order import lay_out_rows
-from shardtune.data.prompts import Prompt, UnfinishedTexts, choose_prompts, in_rows
 from shardtune.data.schedule import Schedule, assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
@@ -30,6 +29,7 @@ from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import Measure, predicted_logits
 from shardtune.training.context import TrainContext
 from shardtune.training.observers.metrics import read_entries
+from shardtune.training.prompts import Prompt, UnfinishedTexts, choose_prompts, in_rows
 from shardtune.training.run import Run
 
 # Each metric sums something over the trained tokens of a batch, in a forward of its own. Its mean

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, EncodedSequence
+from shardtune.data.conversation import Conversation
 
 DATE = datetime.date(2026, 3, 9)
 CASES = yaml.safe_load(
@@ -98,6 +99,12 @@ def show(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> str:
         text = tokenizer.decode([token for _, token in run])
         runs.append(f"‹{text}›" if flag else text)
     return "".join(runs)
+
+
+def shown(chat: ChatEncoder, messages: list, tools: list | None = None) -> list[str]:
+    """The sequences of a conversation, as `show` writes them."""
+    sequences = chat.encode(Conversation(messages, tools)).sequences
+    return [show(chat.tokenizer, sequence) for sequence in sequences]
 
 
 TWO_TURNS = [user("q1"), answer("a1"), user("q2"), answer("a2")]

@@ -18,11 +18,11 @@ from helpers.ranks import run_script, train
 from transformers import AutoModelForCausalLM
 
 from shardtune.data.chat_encoder import stop_token_ids
-from shardtune.data.prompts import Prompt, choose_prompts
 from shardtune.log import quoted
 from shardtune.model.loss import predicted_logits
 from shardtune.report.read_run import read_run
 from shardtune.training import evaluate
+from shardtune.training.prompts import Prompt, choose_prompts
 
 TOKENS = 6
 SAMPLES = 3

@@ -13,7 +13,7 @@ from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 from transformers import GenerationConfig
 
 from shardtune.config import DataConfig, TrainSource
-from shardtune.data import cache as cache_module
+from shardtune.data import dataset as dataset_module
 from shardtune.data.dataset import open_prepared
 from shardtune.log import node_logger
 
@@ -26,11 +26,11 @@ def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(model, tmp_path, 
     stops = [first.encoder.tokenizer.eos_token_id, 5]
     other = save_model(tmp_path / "stops")
     GenerationConfig(eos_token_id=stops).save_pretrained(other)
-    code = shutil.copytree(Path(cache_module.__file__).parent, tmp_path / "code")
+    code = shutil.copytree(Path(dataset_module.__file__).parent, tmp_path / "code")
     entries = [first.entry, Run(other, train).entry]
-    monkeypatch.setattr(cache_module, "__file__", str(code / "cache.py"))
+    monkeypatch.setattr(dataset_module, "__file__", str(code / "dataset.py"))
     assert Run(model, train).entry == first.entry
-    with (code / "messages.py").open("a", encoding="utf-8") as file:
+    with (code / "forms/messages.py").open("a", encoding="utf-8") as file:
         file.write("# changed\n")
     entries.append(Run(model, train).entry)
     assert len(set(entries)) == 3

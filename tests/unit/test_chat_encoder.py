@@ -21,6 +21,7 @@ from helpers.chat_cases import (
     call,
     encoder,
     show,
+    shown,
     user,
     words_tokenizer,
 )
@@ -30,6 +31,8 @@ from tokenizers import pre_tokenizers
 from transformers import AddedToken, LlamaConfig
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, stop_token_ids
+from shardtune.data.conversation import Conversation, Text
+from shardtune.data.forms import read_record
 from shardtune.data.outcomes import Outcome
 from shardtune.errors import UserError
 
@@ -48,11 +51,11 @@ def test_a_chat_trains_the_tokens_that_its_case_marks(case):
         messages = [{"role": m[0], "content": m[1]} if isinstance(m, list) else m for m in pairs]
     if "refused" in case:
         with pytest.raises(ChatError, match=case["refused"]) as caught:
-            chat.encode_messages(messages, case.get("tools"))
+            chat.encode(Conversation(messages, case.get("tools")))
         what, _, todo = str(caught.value).rpartition(" - ")
         assert what and todo
         return
-    record = chat.encode_messages(messages, case.get("tools"))
+    record = chat.encode(Conversation(messages, case.get("tools")))
     assert [show(chat.tokenizer, sequence) for sequence in record.sequences] == case["expected"]
     assert record.appended_stop == case.get("appended", False)
     said = [note for note in record.notes if note[0] is not Outcome.EMPTY_THOUGHT]
@@ -70,7 +73,7 @@ CONTENTS = st.lists(st.sampled_from([*PIECES, "é", "🙂", "\t", "Ġ"]), max_si
 def test_any_contents_train_the_answers_behind_the_prompts_of_inference(exchanges):
     chat = encoder()
     messages = [m for question, reply in exchanges for m in (user(question), answer(reply))]
-    record = chat.encode_messages(messages)
+    record = chat.encode(Conversation(messages))
     turns = range(1, len(messages), 2)
     is_one = len(record.sequences) == 1
     sequences = record.sequences * (len(turns) if is_one else 1)
@@ -97,9 +100,8 @@ def test_a_stop_token_that_swallows_the_line_break_behind_it_is_trained():
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
-    (sequence,) = chat.encode_messages(TWO_TURNS).sequences
     text = "<|im_start|>user\nq1<|im_end|><|im_start|>assistant\n‹a1<|im_end|>›"
-    assert show(tokenizer, sequence) == text + text.replace("1", "2")
+    assert shown(chat, TWO_TURNS) == [text + text.replace("1", "2")]
 
 
 def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused():
@@ -107,7 +109,7 @@ def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused():
     chat = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(["x"]), "assistant", DATE, "T")
     with pytest.raises(ChatError, match="writes the stop token of T as other tokens"):
         tokenizer.add_tokens(["1x"])
-        chat.encode_messages([user("q"), answer("a1")])
+        chat.encode(Conversation([user("q"), answer("a1")]))
 
 
 # Tool calls
@@ -135,20 +137,17 @@ def test_tool_calls_are_trained(write, content):
     }
     template = CALLS.replace("ARGUMENTS", write)
     messages = [user("q1"), answer(content, tool_calls=[call(arguments), call({}, "g")])]
-    (sequence,) = encoder(template).encode_messages(messages).sequences
     written = json.dumps(arguments, ensure_ascii=False)  # as text where objects become code
     calls = f"<call>f {written}</call><call>g {{}}</call>"
-    assert show(bytes_tokenizer(), sequence) == Q1 + A + f"‹{content or ''}{calls}<|im_end|>›\n"
+    trained = f"‹{content or ''}{calls}<|im_end|>›\n"
+    assert shown(encoder(template), messages) == [Q1 + A + trained]
 
 
 def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them():
     template = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
     messages = [user("q1"), answer("x", tool_calls=[call({"s": "é <|im_end|>"})])]
-    (sequence,) = encoder(template).encode_messages(messages).sequences
-    assert (
-        show(bytes_tokenizer(), sequence)
-        == Q1 + A + '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
-    )
+    trained = '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
+    assert shown(encoder(template), messages) == [Q1 + A + trained]
 
 
 # Dates
@@ -157,10 +156,10 @@ def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them():
 def test_a_template_with_todays_date_gets_the_given_one():
     date = "\n{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{{ strftime_now( \"it's %H\" ) }}\n"
     date += "{% set f = '%d.%m.' %}{% macro d() %}{{ strftime_now(f) }}{% endmacro %}{{ d() }}"
-    (sequence,) = encoder(date + CHATML).encode_messages(TWO_TURNS).sequences
-    text = show(bytes_tokenizer(), sequence)
+    (text,) = shown(encoder(date + CHATML), TWO_TURNS)
     assert text.startswith("\n09 Mar 2026, 9 Monday!it's 00\n09.03.<|im_start|>user")
-    assert encoder(date + CHATML).template.uses_date and not encoder(CHATML).template.uses_date
+    dated, plain = (encoder(each).template.facts for each in (date + CHATML, CHATML))
+    assert dated.adds_date and not plain.adds_date
 
 
 @pytest.mark.parametrize(
@@ -169,8 +168,7 @@ def test_a_template_with_todays_date_gets_the_given_one():
 )
 def test_every_directive_of_a_date_is_written(directives):
     chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
-    (sequence,) = chat.encode_messages(TWO_TURNS).sequences
-    written = show(chat.tokenizer, sequence).partition("!")[0]
+    written = shown(chat, TWO_TURNS)[0].partition("!")[0]
     assert written == datetime.datetime(2026, 3, 9).strftime(directives)
 
 
@@ -179,7 +177,7 @@ def test_a_directive_that_is_none_is_refused(directive):
     with pytest.raises(
         ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"
     ):
-        encoder("{{ strftime_now('" + directive + "') }}" + CHATML).encode_messages(TWO_TURNS)
+        shown(encoder("{{ strftime_now('" + directive + "') }}" + CHATML), TWO_TURNS)
 
 
 # Flags of messages
@@ -212,24 +210,17 @@ ALL_BUT_A1 = "<|im_start|>‹" + marked()[12:].replace("a1<|im_end|>", "›a1<|i
 )
 def test_flags_decide_over_loss_on(loss_on, first, second, expected):
     messages = [user("q1"), answer("a1", **first), user("q2"), answer("a2", **second)]
-    sequences = encoder(loss_on=loss_on).encode_messages(messages).sequences
-    assert [show(bytes_tokenizer(), sequence) for sequence in sequences] == (
-        [expected] if expected else []
-    )
+    assert shown(encoder(loss_on=loss_on), messages) == ([expected] if expected else [])
 
 
 def test_an_untrained_turn_is_context_without_a_prompt_of_its_own():
     messages = [answer("hello", train=False), user("q1"), answer("a1")]
-    (sequence,) = encoder().encode_messages(messages).sequences
-    assert (
-        show(bytes_tokenizer(), sequence) == A + "hello<|im_end|>\n" + Q1 + A + "‹a1<|im_end|>›\n"
-    )
+    assert shown(encoder(), messages) == [f"{A}hello<|im_end|>\n{Q1}{A}‹a1<|im_end|>›\n"]
 
 
 def test_a_template_does_not_see_the_flags():
     template = "{% for m in messages if 'train' in m or 'weight' in m %}!{% endfor %}" + CHATML
-    (sequence,) = encoder(template).encode_messages(FLAGGED).sequences
-    assert show(bytes_tokenizer(), sequence) == marked("a2")
+    assert shown(encoder(template), FLAGGED) == [marked("a2")]
 
 
 def test_flags_that_loss_on_all_cannot_follow():
@@ -237,13 +228,13 @@ def test_flags_that_loss_on_all_cannot_follow():
     with pytest.raises(
         ChatError, match=r"messages\[0\] \(user\) is not to be trained, and data.loss_on"
     ):
-        chat.encode_messages([{**user("q"), "weight": 0}, answer("a")])
+        shown(chat, [{**user("q"), "weight": 0}, answer("a")])
     rewriting = encoder(TEMPLATES["qwen3"], "all")
     messages = [user("q"), answer("a", train=False, reasoning_content="r"), *TWO_TURNS[:2]]
     with pytest.raises(
         ChatError, match=r"T rewrites messages\[1\] \(assistant\), which is not to be"
     ):
-        rewriting.encode_messages(messages)
+        shown(rewriting, messages)
 
 
 # Tokenizers
@@ -255,7 +246,7 @@ def test_a_tokenizer_of_words_trains_the_answers_alone(kind):
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id, stop], "assistant", DATE)
     messages = [user("hello world"), answer("Paris is"), user("hello"), answer("the capital")]
-    (sequence,) = chat.encode_messages(messages).sequences
+    (sequence,) = chat.encode(Conversation(messages)).sequences
     assert sequence.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
     flags = [False, *sequence.trained, False]
     edges = [i - 1 for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
@@ -275,7 +266,7 @@ def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart():
     )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
-    (sequence,) = chat.encode_messages([user("q1"), answer("x")]).sequences
+    (sequence,) = chat.encode(Conversation([user("q1"), answer("x")])).sequences
     prompt = tokenizer.apply_chat_template([user("q1")], add_generation_prompt=True)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(prompt)[-1] == "ĊĊ"
     assert sequence.input_ids[: len(prompt)] == prompt
@@ -285,9 +276,9 @@ def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart():
 def test_a_template_that_writes_one_of_two_equal_parts_is_refused():
     first = CHATML.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
     part = {"type": "text", "text": "xyz"}
-    assert encoder(first).encode_messages([user("q1"), answer([part])]).sequences
+    assert encoder(first).encode(Conversation([user("q1"), answer([part])])).sequences
     with pytest.raises(ChatError, match=r"leaves out the text of messages\[1\]"):
-        encoder(first).encode_messages([user("q1"), answer([part, part])])
+        encoder(first).encode(Conversation([user("q1"), answer([part, part])]))
 
 
 def test_a_template_is_chosen_by_name():
@@ -295,8 +286,7 @@ def test_a_template_is_chosen_by_name():
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
     tools = [{"type": "function", "function": {"name": "g"}}]
     for offered, begin in (None, "<|im_start|>"), (tools, "tools!"):
-        (sequence,) = chat.encode_messages(TWO_TURNS[:2], offered).sequences
-        assert show(tokenizer, sequence).startswith(begin)
+        assert shown(chat, TWO_TURNS[:2], offered)[0].startswith(begin)
 
 
 def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out():
@@ -310,13 +300,13 @@ def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out():
 def test_fields_of_messages_that_the_template_does_not_mention_are_unread():
     more = {"weight": 0, "train": False, "name": "n", "none": None, "tool_call_id": "1"}
     messages = [user("q"), answer("a", thinking="t", **more), answer("b", train=True)]
-    record = {"messages": messages, "tools": [{"x": 1}]}
+    record = Conversation(messages, [{"x": 1}])
     unread = ["messages.name"]
     assert encoder().template.unread_fields(record) == unread
     template = CHATML + "{{ messages[0].name }}{{ messages[0]['weight'] }}"
     named = encoder({"default": CHATML, "tool_use": template}).template
-    assert named.unread_fields({"prompt": messages, "completion": []}) == []
-    assert named.unread_fields({"text": "a"}) == []
+    assert named.unread_fields(Conversation(messages, first=1)) == []
+    assert named.unread_fields(Text("a")) == []
 
 
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
@@ -349,13 +339,14 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
 )
 def test_a_completion_is_trained_and_its_prompt_is_context(prompt, completion, expected):
     chat = encoder()
-    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
+    record, *_ = read_record({"prompt": prompt, "completion": completion})
+    (sequence,) = chat.encode(record).sequences
     assert show(chat.tokenizer, sequence) == expected
 
 
 def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too():
     chat = encoder(loss_on="all")
-    (sequence,) = chat.encode_prompt_completion("q: ", "a").sequences
+    (sequence,) = chat.encode(Text("a", "q: ")).sequences
     tokens = chat.tokenizer.convert_ids_to_tokens(sequence.input_ids)
     assert tokens == ["q", ":", "Ġ", "a", "<|im_end|>"]
     assert sequence.trained == [False, True, True, True, True]
@@ -365,14 +356,14 @@ def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too():
 def test_plain_text_has_the_bos_of_its_tokenizer_once(kind):
     tokenizer = words_tokenizer(kind)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
-    (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
+    (sequence,) = chat.encode(Text(" Paris", "the capital of France is")).sequences
     prompt = tokenizer("the capital of France is")["input_ids"]
     assert prompt[0] == tokenizer.bos_token_id
     whole = tokenizer("the capital of France is Paris")["input_ids"]
     assert sequence.input_ids == [*whole, tokenizer.eos_token_id]
     assert sequence.trained == [i >= len(prompt) for i in range(len(whole) + 1)]
     for text in ("hello world", "<s>hello world"):
-        (sequence,) = chat.encode_text(text).sequences
+        (sequence,) = chat.encode(Text(text)).sequences
         assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
         assert sequence.trained == [False] + [True] * (len(sequence.input_ids) - 1)
         assert sequence.input_ids[-1] == tokenizer.eos_token_id
@@ -384,7 +375,7 @@ def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused():
     tokenizer = words_tokenizer("always")
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
     with pytest.raises(ChatError, match="cannot begin a text with 'ital' behind 'the cap'"):
-        chat.encode_prompt_completion("the cap", "ital")
+        chat.encode(Text("ital", "the cap"))
 
 
 @pytest.mark.parametrize(
@@ -393,6 +384,6 @@ def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused():
 )
 def test_a_text_is_trained_whole_with_an_end_token(text, expected):
     chat = encoder()
-    record = chat.encode_text(text)
+    record = chat.encode(Text(text))
     assert show(chat.tokenizer, record.sequences[0]) == expected
     assert record.appended_stop == (not text.endswith("<|im_end|>"))

@@ -16,6 +16,7 @@ from helpers.chat_cases import answer, bytes_tokenizer, show, user
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence
+from shardtune.data.conversation import Conversation
 from shardtune.data.outcomes import Outcome
 
 DATE = datetime.date(2026, 1, 2)
@@ -320,7 +321,7 @@ def runs(sequence: EncodedSequence) -> list[tuple[int, int]]:
 def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) -> None:
     messages, tools = conversation(case, row)
     tokenizer = encoder.tokenizer
-    record = encoder.encode_messages(messages, tools)
+    record = encoder.encode(Conversation(messages, tools))
     one_sequence = len(turns) == 1 or case in row.one_sequence.split()
     assert len(record.sequences) == (1 if one_sequence else len(turns))
     assert record.appended_stop == row.appended
@@ -345,7 +346,7 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
         assert question in context or (
             case == "tools" and "the text of a tool message" in row.left_out
         )
-        if not encoder.template.uses_date:  # what transformers gives to generate()
+        if not encoder.template.facts.adds_date:  # what transformers gives to generate()
             given = messages[:i]
             if row.takes_text:
                 given = json.loads(json.dumps(given))
@@ -363,7 +364,7 @@ def encoder_of(
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(ROWS[name].stops, template)
     stops = tokenizer.convert_tokens_to_ids(ROWS[name].stops.split())
-    return ChatEncoder(tokenizer, stops, loss_on, DATE, "T", options)
+    return ChatEncoder(tokenizer, stops, loss_on, DATE, "T", options or {})
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
@@ -376,7 +377,16 @@ def test_a_stock_template_trains_its_answers_or_is_refused(templates, name, loss
             check_accepted(encoder, case, row, turns)
             continue
         with pytest.raises(ChatError, match=turns[0]):
-            print(name, case, encoder.encode_messages(*conversation(case, row)))
+            print(name, case, encoder.encode(Conversation(*conversation(case, row))))
+
+
+def test_what_a_stock_template_does_is_found_by_trials(templates):
+    for name, row in ROWS.items():
+        facts = encoder_of(templates, name, "assistant").template.facts
+        assert facts.keeps_thoughts == (name in ("muse_glimmer", "qwen3_8"))
+        assert facts.ends_answers == ("in the next turn" if row.appended else "in the turn"), name
+        assert (facts.writes_system, facts.takes_objects) == (not row.system, not row.takes_text)
+        assert facts.takes_tools or row.call in REFUSALS, name
 
 
 def test_every_stock_template_has_a_row(templates):
@@ -414,9 +424,9 @@ def test_masks_follow_enable_thinking(templates, name, case):
     expected = WITHOUT_THOUGHTS[name, case]
     if expected is None:  # the model would have to think behind a prompt that says it has not to
         with pytest.raises(ChatError, match=f"{PROMPT} T.* is not in .*data.template_options"):
-            encoder.encode_messages(CASES[case])
+            encoder.encode(Conversation(CASES[case]))
         return
-    sequences = encoder.encode_messages(CASES[case]).sequences
+    sequences = encoder.encode(Conversation(CASES[case])).sequences
     assert [show(encoder.tokenizer, sequence) for sequence in sequences] == expected
     first, options = runs(sequences[0])[0][0], {"add_generation_prompt": True}
     prompt = encoder.tokenizer.apply_chat_template(

@@ -12,7 +12,7 @@ import yaml
 from helpers.data_run import Run, chat, problems_of, save_model, write
 from helpers.stock_templates import END, TEMPLATES, TOOL, chatml, stock_models, trained, turn
 
-from shardtune.data.records import check_record
+from shardtune.data.forms import read_record
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,6 @@ def test_marks_of_other_tools_leave_answers_untrained(form, no, yes, models, tmp
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"loss": "no"}, "messages[1] (assistant): loss is 'no'"),
         ({"masked": 0.5}, "messages[1] (assistant): masked is 0.5"),
         ({"loss": True, "masked": True}, "loss and masked contradict each other"),
         ({"train_detail": []}, "messages[1] (assistant) has train_detail"),
@@ -248,7 +247,7 @@ def test_nulls_marks_and_options_change_no_hold_out(models, tmp_path):
     marked = [chat(f"q{i}", "a") for i in range(40)]
     for record in marked:
         record["messages"][1] |= {"name": None, "tool_calls": None, "loss": True}
-    assert [check_record(record).record for record in marked] == marked
+    assert [read_record(record).record.content for record in marked] == marked
 
 
 def test_all_is_trained_where_the_assistant_begins(models, tmp_path):
@@ -404,7 +403,7 @@ def test_thoughts_that_the_template_takes_in_are_no_rendered_text(models, tmp_pa
     model = save_model(tmp_path / "model", template, more=["<think>", "</think>"])
     run = Run(model, file)
     assert trained(run) == [f"Hm\n</think>\n\nYes.{END}"]
-    assert "rendered already" not in str(run.prepared.lines)
+    assert "of the chat template" not in str(run.prepared.lines)
     asked = chat("What does <think> do?", "<think>\nHm\n</think>\n\nYes.")
     run = Run(model, write(tmp_path / "a.jsonl", [asked]))
     assert "WARNING: conversations that hold <think>" in str(run.prepared.lines)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import EncodedRecord, EncodedSequence
-from shardtune.data.outcomes import OutcomeCounts
+from shardtune.data.conversation import Conversation
+from shardtune.data.outcomes import OutcomeCounts, RecordError
 from shardtune.data.overflow import cut_to_rows, fit_to_length, leading_turns
-from shardtune.data.records import RecordError
 
 SEQUENCES = st.lists(st.booleans(), max_size=40).map(lambda flags: np.array([False, *flags]))
 
@@ -99,8 +99,8 @@ def turn_tokens(sequences: list[EncodedSequence]) -> dict[int, list[int]]:
 def test_every_turn_that_is_trained_is_whole(rounds, silent_end, max_length, loss_on, template):
     messages = conversation(rounds, silent_end, reasons=template != "chatml")
     chat = encoder(TEMPLATES[template], loss_on, STOPS[template])
-    whole = chat.encode_messages(messages)
-    cut = leading_turns(chat, messages, None, max_length)
+    whole = chat.encode(Conversation(messages))
+    cut = leading_turns(chat, Conversation(messages), max_length)
     assert cut.fits(max_length)
     kept, unlimited = turn_tokens(cut.sequences), turn_tokens(whole.sequences)
     assert kept == {i: unlimited[i] for i in kept}
@@ -128,7 +128,7 @@ def test_the_most_turns_that_fit_are_kept(rounds, silent_end, max_length, loss_o
     ends = [len(messages), *range(last + 1, 0, -2)]
     end = next((end for end in ends if sum(lengths[:end]) <= max_length), 0)
     turns = [i for i in range(1, end, 2) if loss_on != "last" or i == last]
-    sequences = leading_turns(chat, messages, None, max_length).sequences
+    sequences = leading_turns(chat, Conversation(messages), max_length).sequences
     if not (end if loss_on == "all" else turns):
         assert sequences == []
         return

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import RECORD_FIELDS
-from shardtune.data.outcomes import Outcome
-from shardtune.data.record_error import FileError, RecordError
+from shardtune.data.conversation import Conversation
+from shardtune.data.forms import read_record
+from shardtune.data.outcomes import FileError, Outcome, RecordError
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks
-from shardtune.data.records import check_record, rename_fields
 
 NAMES = [*RECORD_FIELDS, "role", "content", "tool_calls", "function", "name", "arguments"]
 NAMES += ["thinking", "from", "value", "train", "weight"]
@@ -42,22 +42,23 @@ RECORDS = st.dictionaries(st.sampled_from(RECORD_FIELDS), st.one_of(JSON, MESSAG
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_json_is_a_record_or_refused_with_a_remedy(value):
     try:
-        record, unread, notes = check_record(value)
+        read, unread, notes = read_record(value)
     except RecordError as error:
         what, _, remedy = str(error).partition(" - ")
         assert what and remedy
         return
+    record = read.content
     if "input_ids" in record:
         assert record.keys() <= {"input_ids", "loss_mask"}
         return
     forms = ({"messages"}, {"messages", "tools"}, {"prompt", "completion"}, {"text"})
     assert record.keys() in (*forms, {"prompt", "completion", "tools"})
     assert isinstance(record.get("tools", []), list)
-    beside = {"system", "system_prompt", "label", "kto_tag"}
+    beside = {"system", "system_prompt", "label", "kto_tag", "chat_template_kwargs"}
     if not notes and not beside & value.keys():
         assert {*record, *unread} == {name for name, field in value.items() if field is not None}
-    again, unread, _ = check_record(record)
-    assert (again, unread) == (record, [])
+    again, unread, _ = read_record(record)
+    assert (again.content, unread) == (record, [])
 
 
 ALPACA = {"instruction": "a", "output": "b"}
@@ -169,7 +170,7 @@ def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
 ):
     """Also where they are columns of a table, of which only our fields are read."""
     with pytest.raises(RecordError) as error:
-        check_record(record)
+        read_record(record)
     remedies = re.findall(r'"data\.columns=(\{.*?\})"', str(error.value))
     assert len(remedies) == len(columns)
     for chunk in tables_of(record, tmp_path, {}):
@@ -177,24 +178,25 @@ def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
         assert isinstance(problem, FileError) and str(problem) == str(error.value)
     for remedy, part in zip(remedies, columns, strict=True):
         assert part in remedy
-        renamed, *_ = check_record(rename_fields(record, yaml.safe_load(remedy)))
-        for chunk in tables_of(record, tmp_path, yaml.safe_load(remedy)):  # which is read whole
-            assert check_record(rename_fields(*chunk.parse(), yaml.safe_load(remedy)))[0] == renamed
-        is_chat = isinstance(read, list) and "messages" in renamed
-        assert renamed["messages"] == read if is_chat else not {"messages"} & renamed.keys() or read
+        columns = yaml.safe_load(remedy)
+        renamed, *_ = read_record(record, columns)
+        for chunk in tables_of(record, tmp_path, columns):  # which is read whole
+            assert read_record(*chunk.parse(), columns)[0] == renamed
+        is_chat = isinstance(read, list) and "messages" in renamed.content
+        assert not is_chat or renamed == Conversation(read)
 
 
 def test_messages_as_json_text_are_read():
     for name, turns in (("messages", CHAT), ("conversations", sharegpt()["conversations"])):
-        as_text, _, notes = check_record({name: json.dumps(turns)})
-        assert as_text == check_record({name: turns})[0]
+        as_text, _, notes = read_record({name: json.dumps(turns)})
+        assert as_text == read_record({name: turns})[0]
         assert notes
 
 
 @pytest.mark.parametrize(("record", "what"), BROKEN)
 def test_a_broken_record_is_refused_with_a_remedy(record, what):
     with pytest.raises(RecordError) as error:
-        check_record(record)
+        read_record(record)
     assert what in str(error.value)
     assert " - " in str(error.value)
 
@@ -228,28 +230,11 @@ def test_sharegpt_is_read_as_messages(turns):
         notes += [(Outcome.NULLS, "turns")] * (None in more.values())
         if role == "assistant" and more in ({"train": False}, {"weight": 0.0}):
             notes.append((Outcome.MARKED, "train" if "train" in more else "weight"))
-    assert check_record({"conversations": conversations, "tools": "[]", "id": 1}) == (
-        {"messages": messages, "tools": []},
+    assert read_record({"conversations": conversations, "tools": "[]", "id": 1}) == (
+        Conversation(messages, []),
         ["id"],
         [(Outcome.FOREIGN_FORM, "ShareGPT: conversations of from and value"), *notes],
     )
-
-
-@given(TURNS, st.none() | st.text())
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_a_system_field_of_sharegpt_is_a_turn(turns, system):
-    """That of LLaMA-Factory's data."""
-    conversations = [{"from": name, "value": text} for (_, name), text, _ in turns]
-    record = {"conversations": conversations, "system": system}
-    system_turns = [text for (role, _), text, _ in turns if role == "system"]
-    has_system = bool(system and system.strip())
-    if has_system and system_turns and system_turns != [system]:
-        with pytest.raises(RecordError, match="has system and a system turn in conversations"):
-            check_record(record)
-        return
-    first = [{"from": "system", "value": system}] if has_system and not system_turns else []
-    expected = check_record({"conversations": [*first, *conversations]})
-    assert check_record(record) == expected
 
 
 @given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
@@ -261,4 +246,4 @@ def test_alpaca_is_read_as_messages(instruction, more, output, system):
     if system and system.strip():
         messages.insert(0, {"role": "system", "content": system})
     form = (Outcome.FOREIGN_FORM, "Alpaca: instruction, input and output")
-    assert check_record(record) == ({"messages": messages}, [], [form])
+    assert read_record(record) == (Conversation(messages), [], [form])

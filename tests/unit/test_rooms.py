@@ -18,7 +18,7 @@ from shardtune.model.parts import FACTORS
 from shardtune.model.traits import EXPERTS, TOP_K, Heads, heads, number
 
 LIBRARY = REPOSITORY / "shardtune"
-MOST_ARROWS = {"model": 40, "training": 30, "planner": 35}
+MOST_ARROWS = {"data": 45, "model": 40, "training": 30, "planner": 35}
 
 
 def arrows(room: str) -> set[tuple[str, str]]:
@@ -139,14 +139,22 @@ NAMES = {*EXPERTS, *TOP_K, *FACTORS, "layer_types", "num_key_value_heads"}
 NAMES |= {"qk_nope_head_dim", "v_head_dim"}
 
 
-def test_no_other_file_decides_by_which_name_a_setting_goes():
+FIELDS = {"conversations", "instruction", "history", "system_prompt", "kto_tag"}
+
+
+def files_with(names: set[str], folder: str) -> set[str]:
+    """Return the files that have one of these texts."""
+    files = (LIBRARY / folder).rglob("*.py")
+    trees = ((path, ast.walk(ast.parse(path.read_text("utf-8")))) for path in files)
+    texts = ((path, {n.value for n in tree if isinstance(n, ast.Constant)}) for path, tree in trees)
+    return {path.relative_to(LIBRARY).as_posix() for path, found in texts if found & names}
+
+
+def test_no_other_file_decides_by_which_name_a_setting_or_a_field_goes():
     """But for the file which narrows these settings."""
-    found = set()
-    for path in REPOSITORY.glob("shardtune/**/*.py"):
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        if any(isinstance(node, ast.Constant) and node.value in NAMES for node in nodes):
-            found.add(path.name)
-    assert found == {"traits.py", "parts.py", "small_copy.py"}
+    deciding = {"model/traits.py", "model/parts.py", "model/source/small_copy.py"}
+    assert files_with(NAMES, ".") == deciding
+    assert all(name.startswith("data/forms/") for name in files_with(FIELDS, "data"))
 
 
 @pytest.mark.parametrize(

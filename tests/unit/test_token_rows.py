@@ -14,7 +14,7 @@ import yaml
 from datasets import Dataset
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
-from shardtune.data.records import check_record
+from shardtune.data.forms import read_record
 
 ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9]}
 TRAINED = [False, False, True, False, True]
@@ -208,7 +208,7 @@ def alpaca(i: int) -> dict[str, Any]:
 def test_each_form_gives_the_tokens_of_the_same_messages(case, options, model, tmp_path):
     """`test_records.py` says by hand which messages these are."""
     theirs = [sharegpt(i) if case == "sharegpt" else alpaca(i) for i in range(30)]
-    ours = [check_record(record).record for record in theirs]
+    ours = [read_record(record).record.content for record in theirs]
     plain = Run(model, write(tmp_path / "ours.jsonl", ours), **options)
     if case.startswith("renamed"):
         names = {"instruction": "q", "output": "a"}

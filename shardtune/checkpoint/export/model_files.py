@@ -39,7 +39,7 @@ from shardtune.checkpoint.assets import (
 )
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
-from shardtune.data.model_type import read_config_json
+from shardtune.data.hub import read_config_json
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import RunFailed, UserError
 from shardtune.model.source.load_weights import open_tensors

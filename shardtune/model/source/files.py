@@ -15,8 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
-from shardtune.data.hub import hub_problem
-from shardtune.data.model_type import read_config_json
+from shardtune.data.hub import hub_problem, read_config_json
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.source.quantisation import MODELOPT

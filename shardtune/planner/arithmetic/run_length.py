@@ -15,7 +15,7 @@ import numpy as np
 from shardtune.config import Config
 from shardtune.data.dataset import TokenDataset, build_encoder, find_sources
 from shardtune.data.order import best_fit
-from shardtune.data.outcomes import BrokenRecords
+from shardtune.data.refusal import BrokenRecords
 from shardtune.data.schedule import Position, Schedule, source_weights
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ import numpy.typing as npt
 
 from shardtune.config import Config, DataConfig
 from shardtune.config_io import load_config
-from shardtune.data.arguments import RECORDS_IN_PICTURE
 from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.dataset import (
     PreparedData,
@@ -29,6 +29,7 @@ from shardtune.data.dataset import (
 )
 from shardtune.data.sources import read_records
 from shardtune.log import logger, quiet_libraries
+from shardtune.report.arguments import RECORDS_IN_PICTURE
 
 _COLOURED = ("\033[1;32m", "\033[0m")
 _BRACKETED = ("⟦", "⟧")
@@ -64,7 +65,11 @@ def inspect_data(
             of = f" ({source})" if source else ""
             print(f"Record {record}{of} of {place}: {len(tokens)} tokens, {sum(trained)} trained")
             print(picture(encoder.tokenizer, tokens, trained) + "\n")
-    for line in lines(prepared):
+    said = lines(prepared)
+    if encoder.tokenizer.chat_template:
+        facts = json.dumps(asdict(encoder.template.facts), ensure_ascii=False)
+        said.append(f"Chat template: {facts}")
+    for line in said:
         print(line, file=sys.stderr if as_json else sys.stdout)
 
 

@@ -1,0 +1,19 @@
+"""Records with `messages`, turns of role and content."""
+
+from __future__ import annotations
+
+from shardtune.data.conversation import Conversation
+from shardtune.data.forms.turns import Fields, has_turns
+from shardtune.data.outcomes import Outcome, RecordError
+
+FIELDS = ("messages",)
+
+
+def read(fields: Fields) -> Conversation:
+    if isinstance(fields.values["messages"], str):
+        fields.notes.append((Outcome.FOREIGN_FORM, "JSON text in messages"))
+    turns = fields.parsed("messages")
+    if has_turns(turns) and "from" in turns[0] and "role" not in turns[0]:
+        columns = '"data.columns={conversations: messages}"'
+        raise RecordError(f"messages has turns of from and value - write {columns}")
+    return Conversation(fields.turns("messages", turns))

@@ -1,0 +1,12 @@
+"""Records with `text`, all of which is trained."""
+
+from __future__ import annotations
+
+from shardtune.data.conversation import Text
+from shardtune.data.forms.turns import Fields
+
+FIELDS = ("text",)
+
+
+def read(fields: Fields) -> Text:
+    return Text(fields.text("text"))

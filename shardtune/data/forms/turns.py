@@ -1,0 +1,240 @@
+"""The turns of a conversation, as forms of records have them, read as messages.
+
+The mark of a trained turn has many names, and a call several forms; here each becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardtune.data.conversation import (
+    MARKS,
+    REASONING_KEYS,
+    Message,
+    from_json,
+    is_media,
+    train_flag,
+    without_nulls,
+)
+from shardtune.data.outcomes import Note, Outcome, RecordError, require
+
+_ROLES = ("user", "assistant", "system", "tool", "developer")
+# Other tools write the calls of an assistant turn as turns of these roles.
+CALLS = ("function_call", "tool_call")
+# Turns of other roles are context. A misspelt role would silently become one.
+MISNAMED_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant"),
+}
+_KNOWN_ROLES = {*_ROLES, *CALLS, "function", "observation", "tool_response"}
+# Names of other tools for the arguments of a call.
+_ARGUMENTS = ("arguments", "parameters", "input", "args", "params", "kwargs", "tool_input")
+_KEYS_OF_TURNS = ({"role", "content"}, {"from", "value"})
+
+
+def has_turns(value: Any) -> bool:
+    """Whether this is a list of turns, ours or ShareGPT's."""
+    is_list = isinstance(value, list) and value and isinstance(value[0], dict)
+    return bool(is_list) and any(keys <= value[0].keys() for keys in _KEYS_OF_TURNS)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a record that are not null. Reading them adds to `notes` what is unusual."""
+
+    values: Mapping[str, Any]
+    roles: Mapping[str, str]  # `data.roles`, from the data's names to ours
+    notes: list[Note]
+
+    def text(self, name: str) -> str:
+        """Return a text, an empty one where there is no such field."""
+        text = self.values.get(name, "")
+        require(isinstance(text, str), name, text, "a string")
+        return str(text)
+
+    def parsed(self, name: str) -> Any:
+        """Return a value that may be given as JSON text, as tables hold lists."""
+        return parsed(name, self.values.get(name, ""))
+
+    def turns(
+        self,
+        name: str,
+        turns: Any,
+        keys: str = "role and content",
+        as_message: Callable[[str, Message], Message] | None = None,
+    ) -> list[Message]:
+        """Return the messages of the field `name`, whose turns have these keys.
+
+        `as_message`: reads a turn, given its path and itself, as a message.
+        """
+        require(turns and isinstance(turns, list), name, turns, f"a list, each with {keys}")
+        messages: list[Message] = []
+        for i, turn in enumerate(turns):
+            where = f"{name}[{i}]"
+            require(isinstance(turn, dict), where, turn, f"an object with {keys}")
+            message = without_nulls(turn)
+            if message != turn:
+                self.notes.append((Outcome.NULLS, "turns"))
+            message = as_message(where, message) if as_message else message
+            role = message["role"] = _one_role(f"{where}.role", message.get("role"), self.roles)
+            if self.roles:
+                self.notes.append((Outcome.ROLE, turn["from" if as_message else "role"]))
+            if role not in _KNOWN_ROLES:
+                self.notes.append((Outcome.OTHER_ROLE, role))
+            if role in CALLS:
+                calls = _calls_in_text(f"{where}.content", message.get("content"))
+                message |= {"role": "assistant", "content": "", "tool_calls": calls}
+            if mark := _untrained_by(f"{where} ({message['role']})", message):
+                self.notes.append((Outcome.MARKED, mark))
+            _unify_calls(where, message)
+            _require_one_thought(where, message)
+            _unify_content(where, message)
+            if role in CALLS and messages and messages[-1]["role"] == "assistant":
+                messages[-1] = _joined(where, messages[-1], message)
+            else:  # null fields stay: they count in the hash that assigns records to evaluation
+                nulls = {} if as_message else {key: None for key in turn if turn[key] is None}
+                messages.append(nulls | message)
+        return messages
+
+
+def parsed(name: str, value: Any) -> Any:
+    """Return a list that may be given as JSON text, as tables hold it."""
+    if isinstance(value, str) and value.lstrip().startswith("[{'"):
+        raise RecordError(f"{name} is a list as Python prints it - write it with json.dumps")
+    return from_json(value)
+
+
+def _one_role(where: str, role: Any, roles: Mapping[str, str]) -> str:
+    """Return the role by `data.roles`; refuse one that is misspelt."""
+    require(role and isinstance(role, str), where, role, "user, assistant, ...")
+    if role in roles or role in _KNOWN_ROLES:
+        return roles.get(role, role)
+    plain = role.strip().lower()
+    meant = MISNAMED_ROLES.get(plain, plain)
+    if meant not in _KNOWN_ROLES:
+        meant = next((known for known in sorted(_KNOWN_ROLES) if _is_an_edit(known, plain)), role)
+    mapping = f', or "data.roles={{{role}: {meant}}}"' if meant in _ROLES else ""
+    require(role == meant or meant not in _KNOWN_ROLES, where, role, f"{meant}{mapping}")
+    return str(role)
+
+
+def _is_an_edit(a: str, b: str) -> bool:
+    """Whether two words differ by one letter added, dropped or replaced, or by two swapped."""
+    while a and b and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return max(len(a), len(b)) == 1 or (len(a) == 2 and a == b[::-1])
+
+
+def _untrained_by(where: str, message: Message) -> str:
+    """Return the mark that leaves an answer untrained, or ""; refuse marks without a sense."""
+    if "train_detail" in message:
+        raise RecordError(f"{where} has train_detail, which marks characters - mark turns by train")
+    names = [name for name in MARKS if name in message]
+    for name in names:
+        is_mark = isinstance(message[name], (bool, int, float)) and message[name] in (0, 1)
+        require(is_mark, f"{where}: {name}", message[name], "true or false, for the whole turn")
+    if not names:
+        return ""
+    senses = {bool(message[name]) == MARKS[name] for name in names}
+    if len(senses) > 1:
+        raise RecordError(f"{where}: {' and '.join(names)} contradict each other - write one")
+    is_answer = message["role"] == "assistant"
+    if True in senses and not is_answer:
+        said = f"is to be trained, by its {' and '.join(names)}"
+        raise RecordError(f"{where} {said} - remove that: only assistant turns are generated")
+    return names[0] if is_answer and False in senses else ""
+
+
+def _unify_calls(where: str, message: Message) -> None:
+    """Give the calls of a message one form, with arguments as objects."""
+    if "function_call" in message:  # OpenAI's older form
+        if message.get("tool_calls"):
+            raise RecordError(f"{where} has function_call and tool_calls - write one of them")
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if "tool_calls" in message:
+        path, calls = f"{where}.tool_calls", from_json(message["tool_calls"])
+        require(isinstance(calls, list), path, calls, "a list of objects")
+        message["tool_calls"] = [_one_call(f"{path}[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _one_call(where: str, call: Any) -> dict[str, Any]:
+    require(isinstance(call, dict), where, call, "an object")
+    function = call.get("function", call)
+    remedy = "an object with name and arguments"
+    require(isinstance(function, dict), f"{where}.function", function, remedy)
+    name = function.get("name")
+    require(name and isinstance(name, str), f"{where}: the name", name, "a string")
+    given = {key: call[key] for key in _ARGUMENTS if key in call} | function
+    written = {key: given[key] for key in _ARGUMENTS if given.get(key) not in (None, "", {})}
+    if len(written) > 1:
+        raise RecordError(f"{where} has {' and '.join(written)} - keep one of them as arguments")
+    key, value = next(iter(written.items()), ("arguments", {}))
+    arguments = {} if isinstance(value, str) and not value.strip() else from_json(value)
+    require(isinstance(arguments, dict), f"{where}: {key}", value, "a JSON object")
+    function = {k: v for k, v in function.items() if k not in _ARGUMENTS}
+    function["arguments"] = arguments
+    others = {k: v for k, v in call.items() if k not in _ARGUMENTS}
+    return others | {"function": function} if "function" in call else function
+
+
+def _calls_in_text(where: str, content: Any) -> list[Any]:
+    """Return the calls of a turn that holds them as JSON text."""
+    calls = from_json(content)
+    calls = calls if isinstance(calls, list) else [calls]
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    is_calls = calls and all(isinstance(each, dict) and "name" in each for each in functions)
+    require(
+        is_calls, where, content, 'a JSON object as {"name": ..., "arguments": {...}}, or a list'
+    )
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _joined(where: str, before: Message, call: Message) -> Message:
+    """Return an assistant turn with the calls of the turn behind it."""
+    flags = {train_flag(before), train_flag(call)}
+    if len(flags) > 1 and False in flags:
+        what = f"{where} is one turn with that before it, and their marks differ"
+        raise RecordError(f"{what} - give both the same")
+    mark = {"train": True} if True in flags else {}
+    return before | mark | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
+
+
+def _require_one_thought(where: str, message: Message) -> None:
+    texts = {key: message[key] for key in REASONING_KEYS if key in message}
+    for key, text in texts.items():
+        require(isinstance(text, str), f"{where}.{key}", text, "a string")
+    if len(set(texts.values())) > 1:
+        raise RecordError(f"{where} has different texts as {' and '.join(texts)} - keep one")
+    content = message.get("content")
+    if texts and isinstance(content, list) and any(map(_is_thought, content)):
+        raise RecordError(f"{where} has a part thinking and {min(texts)} - keep one of them")
+
+
+def _is_thought(part: Any) -> bool:
+    is_dict = isinstance(part, dict) and part.get("type") == "thinking"
+    return is_dict and isinstance(part.get("thinking"), str)
+
+
+def _unify_content(where: str, message: Message) -> None:
+    """Give the parts of a content a type, which Bedrock's have not; refuse all but texts."""
+    if "content" not in message and not message.get("tool_calls"):
+        role = message["role"]
+        raise RecordError(f"{where} ({role}) has neither content nor tool_calls - give it one")
+    content, path = message.get("content", ""), f"{where}.content"
+    remedy = 'a string, or parts as {"type": "text", "text": "..."}'
+    for part in content if isinstance(content, list) else [{"text": content}]:
+        if _is_thought(part):
+            continue
+        fields = part if isinstance(part, dict) else {}
+        if is_media((kind := str(fields.get("type", ""))).partition("_")[0]):
+            what = f"{path} has a part of type {kind}, and only text is trained"
+            raise RecordError(f"{what} - leave such records out")
+        if not isinstance(fields.get("text"), str) and isinstance(fields.get("value"), str):
+            raise RecordError(f"{path} has parts with value in place of text - write {remedy}")
+        require(isinstance(fields.get("text"), str), path, content, remedy)
+    if isinstance(content, list):
+        message["content"] = [{"type": "text", **part} for part in content]
