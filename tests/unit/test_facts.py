@@ -31,6 +31,13 @@ def test_config_json_says_what_the_model_is(kind, tmp_path: Path):
     with torch.device("meta"):
         model = build_text_model(copy.deepcopy(model_config))
     few, all_facts = facts_of_config(str(tmp_path)), facts_of_model(model, str(tmp_path))
+    assert all_facts.numel() == model.num_parameters()
     known = {f.name: getattr(few, f.name) for f in fields(Facts) if getattr(few, f.name)}
     assert known["kind"] == kind and len(known) >= (2 if kind in OWN_NAMES else 4)
     assert known == {name: getattr(all_facts, name) for name in known}
+
+
+def test_embeddings_that_are_named_as_a_layer_count_once():
+    with torch.device("meta"):
+        model = build_text_model(tiny_config("roberta"))
+    assert facts_of_model(model).numel() == model.num_parameters()

@@ -78,7 +78,7 @@ def test_a_narrow_window_is_no_reason_to_refuse():
 def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
     tried, layout = list[Layout](), Layout(4, max_length=4096)
     model_config = MistralConfig(**SMALL)
-    monkeypatch.setattr(trial, "_tried", lambda layout, _: tried.append(layout) or [])
+    monkeypatch.setattr(trial, "_tried", lambda layout, _: (tried.append(layout) or [], True))
     for again in (
         layout,
         replace(layout, ranks=8, micro_batches=2),
@@ -90,9 +90,12 @@ def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
     require_exact_copy(replace(layout, max_length=64), model_config)
     require_exact_copy(layout, MistralConfig(**SMALL, sliding_window=4))
     assert len(tried) == 4
-    monkeypatch.setattr(trial, "_tried", lambda *_: ["no memory"])
+    monkeypatch.undo()
+    monkeypatch.setattr(trial, "small_copy", lambda *_: None)
+    require_exact_copy(replace(layout, tensor=2), model_config)  # such as one without memory
+    monkeypatch.setattr(trial, "_tried", lambda *_: (["its halves differ"], True))
     for _ in range(2):
-        with pytest.raises(UserError, match="no memory"):
+        with pytest.raises(UserError, match="its halves differ"):
             require_exact_copy(replace(layout, tensor=2), model_config)
 
 

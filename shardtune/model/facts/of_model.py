@@ -47,12 +47,17 @@ def facts_of_model(
     kinds = dict.fromkeys(spread, "experts")
     kinds |= {f"{name}.{key}": "cut" for name, _, side in cut for key in CUTS[side]}
     kind_of = {p: kinds.get(name, "dense") for name, p in model.named_parameters()}
-    elsewhere = {p for module in [*layers, embedding] for p in module.parameters()}
+    embedded = {*embedding.parameters()}
+    elsewhere = embedded.union(*(layer.parameters() for layer in layers))
     others = ((name, p) for name, p in model.named_parameters() if p not in elsewhere)
     experts = {traits.number(text, *traits.EXPERTS)} - {0}
     first, costs, last = stage_costs(model, layers)
     flops, uncounted = _flops(model)
     is_scaled = getattr(text, "attn_temperature_tuning", False)
+
+    def own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        # BERT names its embeddings as a layer.
+        return ((name, p) for name, p in layer.named_parameters() if p not in embedded)
 
     def read(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Parameter, ...]:
         return tuple(
@@ -86,7 +91,7 @@ def facts_of_model(
         top_k=traits.top_k(model),
         hidden_size=traits.most_of_layers(model, "hidden_size"),
         layers=tuple(
-            Layer(types[i] if i < len(types) else None, read(layer.named_parameters()))
+            Layer(types[i] if i < len(types) else None, read(own_parameters(layer)))
             for i, layer in enumerate(layers)
         ),
         embedding=read(embedding.named_parameters()),

@@ -56,20 +56,24 @@ def require_exact_copy(layout: Layout, model_config: PreTrainedConfig) -> None:
     asked = {name: getattr(layout, name) for name in _ASKED}
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
     asked["max_length"] = min(layout.max_length, _COPY_ROW)
-    passed = cache_folder("trials") / _key(asked, model_config)
-    with contextlib.suppress(OSError):  # the user may not look there
-        if passed.exists():
+    no_cache = contextlib.suppress(OSError, RuntimeError)  # no home, or none to look into or write
+    with no_cache:
+        if (cache_folder("trials") / _key(asked, model_config)).exists():
             return
-    if problems := _tried(Layout(1, **asked), model_config):
-        raise UserError(*problems)  # kept nowhere: a machine without memory may be the reason
-    with contextlib.suppress(OSError):  # without a cache each start tries again
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+    problems, is_compared = _tried(Layout(1, **asked), model_config)
+    if problems:
+        raise UserError(*problems)
+    # A machine without memory may be why nothing was compared: the next start tries again.
+    with no_cache:
+        if is_compared:
+            passed = cache_folder("trials") / _key(asked, model_config)
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
 
 
 def _key(asked: dict[str, Any], model_config: PreTrainedConfig) -> str:
     """Return a digest of everything that decides a trial's result."""
-    code = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    code = sorted(Path(__file__).parents[2].rglob("*.py"))
     parts = [
         [asked, model_config.to_json_string(use_diff=False)],
         [file.read_text("utf-8") for file in code],
@@ -80,48 +84,53 @@ def _key(asked: dict[str, Any], model_config: PreTrainedConfig) -> str:
 
 
 @one_thread()
-def _tried(layout: Layout, model_config: PreTrainedConfig) -> list[str]:
-    """Return every way in which a small copy and its parts are not what is trained."""
+def _tried(layout: Layout, model_config: PreTrainedConfig) -> tuple[list[str], bool]:
+    """Return how a small copy and its parts are not what is trained, and if all was compared."""
     whole = small_copy(model_config, layout.attention)
-    if whole and _sees_ahead(whole):
-        return [
+    sees_ahead = _sees_ahead(whole) if whole else None
+    if whole and sees_ahead:
+        refusal = (
             f"{whole.config.model_type} is not a causal language model: its tokens see those "
             "behind them - name a model that predicts the next token"
-        ]
+        )
+        return [refusal], True
     problems: list[str] = []
+    is_compared = sees_ahead is not None
     if layout.stages > 1:
         problems += _in_stages(copy.deepcopy(whole), layout, model_config.model_type)
     if whole and layout.tensor > 1:
         problems += _in_halves(copy.deepcopy(whole), layout)
     if whole and (layout.packing or layout.row_ranks > 1):
-        problems += _documents(whole, layout)
-    return problems
+        found = _documents(whole, layout)
+        problems += found or []
+        is_compared = is_compared and found is not None
+    return problems, is_compared
 
 
 @torch.no_grad()
-def _sees_ahead(whole: PreTrainedModel) -> bool:
-    """Return whether the last token changes the logits of those before it."""
+def _sees_ahead(whole: PreTrainedModel) -> bool | None:
+    """Return whether the last token changes the logits of those before it; None: not known."""
     ids = torch.arange(12).view(1, -1) + torch.tensor([[0], [1]]) * (torch.arange(12) == 11)
     try:
         one, other = (whole.eval()(input_ids=each.view(1, -1)).logits[0, :-1] for each in ids)
     except Exception:  # a width that `small_copy` does not know shows in the forward alone
-        return False
+        return None
     return logits_distance(one, other) > ROUNDING * one.std().item()
 
 
-def _documents(whole: PreTrainedModel, layout: Layout) -> Iterator[str]:
-    """Yield why documents of a row cannot be kept apart, or ranks not share it."""
+def _documents(whole: PreTrainedModel, layout: Layout) -> list[str] | None:
+    """Return why documents cannot be kept apart, or ranks not share a row; None: not known."""
     trial = LogitsTrial(whole, layout, torch.device("cpu"))
     try:
         # The data is not read yet, and may hold a document of a whole row.
         attention = decide_attention(trial, layout.max_length)
         leak = leak_under_mask(attention, trial)
     except Exception:  # as in `_sees_ahead`
-        return
+        return None
     if problem := not_shared(attention, layout):
-        yield problem
-    elif leak:
-        yield mixing_refusal(whole, layout, leak, "the logits of a small copy with random weights")
+        return [problem]
+    whose = "the logits of a small copy with random weights"
+    return [mixing_refusal(whole, layout, leak, whose)] if leak else []
 
 
 @torch.no_grad()
