@@ -32,6 +32,7 @@ from shardtune.log import logger
 from shardtune.model import documents
 from shardtune.model.documents.attention_choice import choose_attention
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
+from shardtune.model.parts import decoder_layers
 from shardtune.model.sharding import shard
 
 LENGTHS = (5, 1, 23, 12, 40)  # tokens of documents; the windows of tiny models have 8
@@ -110,7 +111,7 @@ def difference(
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, world, MixedPrecisionPolicy())
+    shard(model, decoder_layers(model), (), world, MixedPrecisionPolicy())
     lines: list[str] = []
     with patch.object(logger, "info", lines.append):
         assert choose_attention(model, max(LENGTHS), world)
@@ -156,7 +157,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
 
     def sharded(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model.config.use_cache = False
-        shard(model, world, MixedPrecisionPolicy(param_dtype=dtype))
+        shard(model, decoder_layers(model), (), world, MixedPrecisionPolicy(param_dtype=dtype))
         return model
 
     def loaded(path: Path) -> PreTrainedModel:

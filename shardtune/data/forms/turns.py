@@ -69,7 +69,9 @@ class Fields:
 
         `as_message`: reads a turn, given its path and itself, as a message.
         """
-        require(turns and isinstance(turns, list), name, turns, f"a list, each with {keys}")
+        require(
+            turns and isinstance(turns, list), name, turns, f"a list of turns, each with {keys}"
+        )
         messages: list[Message] = []
         for i, turn in enumerate(turns):
             where = f"{name}[{i}]"
