@@ -13,7 +13,6 @@ from helpers.planned import GLM, LLAMA, MACHINE, STEPS, configured
 from torch.distributed.tensor import DTensor
 from transformers import Olmo2Config
 
-from benchmarks.tiny import tiny_config
 from shardtune.distributed.layout import Layout
 from shardtune.model.build import read_facts
 from shardtune.planner.make_plan import make_plan
@@ -92,21 +91,6 @@ def test_tiles_are_tried_where_a_step_does_not_fit_without(experts, has_experts)
     tiled = planned(neither.needed_bytes - 1)  # where no group stays gathered either
     assert (plan.tiles, tiled.tiles, neither.tiles) == (1, 2, 1)
     assert plan.fits and tiled.fits and not neither.fits
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "deepseek_v32"])
-def test_attention_that_is_decided_once_has_the_measures_of_one_that_is_tried(family):
-    """Within each document, one call for each, layers with a state, and indexers."""
-    model_config, config = tiny_config(family), configured("data.max_length=64")
-    simulations = Simulations(model_config)
-    for micro_batches in (1, 2):
-        layout = replace(Layout.of(config, 2), micro_batches=micro_batches)
-        with fake_world(layout, 2) as world:
-            step = Step(config, POLICY, world)
-            facts = read_facts(config, model_config, layout)
-            again = simulations.measure(step, facts)
-            assert again == Simulations(model_config).measure(step, facts)
-    assert len(simulations._attention) == 1
 
 
 def test_a_row_of_a_table_measures_what_a_plan_does(monkeypatch):

@@ -172,18 +172,6 @@ def decide_attention(trial: LogitsTrial, longest_document: int) -> Attention:
     return Attention(packing, False, mask, reason)
 
 
-def attend_as(attention: Attention, model: PreTrainedModel, longest_document: int) -> None:
-    """Let a model attend as `decide_attention` has decided for the same layers in this process."""
-    if attention.is_flat:
-        separate_documents(state_mixers(model), at_once=False)
-    if attention.by_layer:
-        OneByOne(model)
-    elif attention.by_document:
-        dense_attention(model, longest_document)
-        if not keeps_states_only(model):
-            set_attention(model, DOCUMENT_ATTENTION)
-
-
 def _try_document_attention(trial: LogitsTrial) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
     model = trial.model

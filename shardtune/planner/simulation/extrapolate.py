@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
 from shardtune.model.build import read_facts
-from shardtune.model.documents.attention_choice import Attention
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.source.small_copy import with_layers
 from shardtune.model.stages import divided
@@ -38,7 +37,6 @@ class Simulations:
         self.model_config, self._imbalance = model_config, imbalance
         self._measured: Known = {}
         self._facts: dict[str, ModelFacts] = {}  # by the adapters
-        self._attention: dict[Hashable, Attention | None] = {}  # decided in this process
 
     def facts(self, config: Config, layout: Layout) -> ModelFacts:
         """Read the facts of the model with its adapters, once."""
@@ -59,16 +57,12 @@ class Simulations:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         layers = divided(facts.costs, step.world.layout.stages)[step.world.stage]
         kinds = facts.layers[layers.start : layers.stop]
-        layout = step.world.layout
-        rows = layout.packing, layout.row_ranks, layout.max_length, layout.micro_batch_size
-        asked = layout.attention, layout.compute_dtype, rows, frozenset(kinds)
-        step = replace(step, imbalance=self._imbalance, attention=self._attention.get(asked))
+        step = replace(step, imbalance=self._imbalance)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
         new = {key: cut for key, cut in steps.items() if key not in self._measured}
         results = at_once([partial(self._simulate, cut, facts) for cut in new.values()])
         self._measured.update(zip(new, results, strict=True))
-        self._attention[asked] = results[0].attention if results else step.attention
         short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
         return short if short is long else extrapolate(short, long, len(kinds))
 

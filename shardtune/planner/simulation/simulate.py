@@ -27,12 +27,7 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.build import build_on_meta, run_as_on_gpus
-from shardtune.model.documents.attention_choice import (
-    Attention,
-    attend_as,
-    decide_attention,
-    not_shared,
-)
+from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
 from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.documents.one_by_one import (
@@ -66,7 +61,6 @@ class Step:
     layers: range | None = None  # the layers of the rank's stage
     tiles: int = 1  # see `tile_layers`
     imbalance: float = EXPERT_IMBALANCE
-    attention: Attention | None = None  # that of the same layers; None: by the trials of a run
 
 
 @dataclass(frozen=True)
@@ -136,11 +130,10 @@ def fake_world(layout: Layout, ranks_per_node: int, stage: int = 0) -> Iterator[
 
 
 def simulate(step: Step, model_config: PreTrainedConfig, facts: ModelFacts) -> Measured:
-    """Simulate an evaluation, and the fewest micro-batches that show how all of them go.
+    """Simulate an evaluation, and a step of max(3, stages + 1) micro-batches or all, if fewer.
 
     The first micro-batch finds no gradients, the second does, and the last reduces gradients that
-    were kept. Further micro-batches are like the second. A pipeline has one in flight for this
-    stage and each stage behind it.
+    were kept. Further micro-batches are like the second. A pipeline has `stages` of them in flight.
 
     `model_config`: that of the model of `facts`, or of its first layers alone.
 
@@ -175,7 +168,7 @@ def simulate(step: Step, model_config: PreTrainedConfig, facts: ModelFacts) -> M
             tracker.begin("evaluate")
             with forward_only(model):
                 stage.forward(batch)
-            most = min(max(3, layout.stages - world.stage + 1), layout.micro_batches)
+            most = min(max(3, layout.stages + 1), layout.micro_batches)
             traffic, kernels = _accumulate([batch] * most, stage, model, policy, tracker)
             if sent:
                 sent.finish()
@@ -192,13 +185,9 @@ def _decide(
 ) -> Attention:
     """Choose the attention and the loss head by the same trials as a run."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
-    world, layout, attention = step.world, step.world.layout, step.attention
-    if attention:
-        attend_as(attention, model, layout.max_length)
-    else:
-        heads = heads_between(world)
-        trial = LogitsTrial(model, layout, world.device, heads=heads, compares=False)
-        attention = decide_attention(trial, layout.max_length)
+    world, layout = step.world, step.world.layout
+    trial = LogitsTrial(model, layout, world.device, heads=heads_between(world), compares=False)
+    attention = decide_attention(trial, layout.max_length)
     if problem := not_shared(attention, layout):
         raise UserError(problem)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
