@@ -57,16 +57,17 @@ def require_exact_copy(layout: Layout, model_config: PreTrainedConfig) -> None:
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
     asked["max_length"] = min(layout.max_length, _COPY_ROW)
     no_cache = contextlib.suppress(OSError, RuntimeError)  # no home, or none to look into or write
+    passed: Path | None = None
     with no_cache:
-        if (cache_folder("trials") / _key(asked, model_config)).exists():
+        passed = cache_folder("trials") / _key(asked, model_config)
+        if passed.exists():
             return
     problems, is_compared = _tried(Layout(1, **asked), model_config)
     if problems:
         raise UserError(*problems)
     # A machine without memory may be why nothing was compared: the next start tries again.
     with no_cache:
-        if is_compared:
-            passed = cache_folder("trials") / _key(asked, model_config)
+        if passed and is_compared:
             passed.parent.mkdir(parents=True, exist_ok=True)
             passed.touch()
 
@@ -76,7 +77,7 @@ def _key(asked: dict[str, Any], model_config: PreTrainedConfig) -> str:
     code = sorted(Path(__file__).parents[2].rglob("*.py"))
     parts = [
         [asked, model_config.to_json_string(use_diff=False)],
-        [file.read_text("utf-8") for file in code],
+        [file.read_text("utf-8", errors="replace") for file in code],
         [importlib.metadata.version(name) for name in ("torch", "transformers")],
         torch.backends.cpu.get_cpu_capability(),  # rounds in its own way
     ]
