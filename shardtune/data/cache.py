@@ -14,7 +14,7 @@ import xxhash
 
 from shardtune.run_files import cache_folder
 
-# It tells a damaged entry, which is made anew; in the form that `xxhsum -c` reads.
+# An entry that differs from these digests is made anew. `xxhsum -c` reads the file, too.
 _DIGESTS = "digests.xxh128"
 
 

@@ -95,9 +95,9 @@ def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConf
 class ChatEncoder:
     """Turns records into token ids and their trained flags. It can be pickled.
 
-    `stop_token_ids`: where generation stops, first the eos, which is appended where there is none;
-    UserError if the tokenizer has none. `date`: for templates that insert today's, so that the same
-    data gives the same tokens tomorrow. `name` and `options`: of the template.
+    `stop_token_ids`: where generation stops, first the eos, with which a text ends; UserError if
+    the tokenizer has no eos. `date`: for templates that insert today's, so that the same data gives
+    the same tokens tomorrow. `name` and `options`: of the template.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         what = f"no tokenizer and configuration that transformers can read ({first_line(error)})"
         remedy = f"name a hub id or a directory with {files}"
         if "trust_remote_code" in str(error):
-            what = "its tokenizer is code of its own, which is not run"
+            what = "its tokenizer is code of its own, and no such code is run"
             remedy = f"use a copy with {files} of a class that transformers has"
         raise UserError(f"model.path={model_path}: {what} - {remedy}") from error
     if taken:
@@ -347,9 +347,10 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
 
 def _unread_options(tokenizer: ChunkTokenizer, sources: Iterable[Source]) -> Iterator[str]:
     """Yield a sentence for each option that the template does not read."""
-    template, told = tokenizer.encoder.template, "data.template_options: WARNING: the chat template"
+    template = tokenizer.encoder.template
+    warning = "data.template_options: WARNING: the chat template does not read"
     for option in template.unread_of(tokenizer.data.template_options):
-        yield f"{told} does not read {option}"
+        yield f"{warning} {option}"
     for source in sources:
         for option in template.unread_of(source.template_options):
-            yield f"{told} does not read {option} of {source.key}"
+            yield f"{warning} {option} of {source.key}"

@@ -72,7 +72,7 @@ _Q = _user("q")
 def find_facts(
     probe: Probe, variables: Words, added: Words, bos: str, stop: re.Pattern[str]
 ) -> TemplateFacts:
-    """Try a template, which has these `variables`; `added`: the tokens added to the vocabulary."""
+    """Try a template. `variables`: its own. `added`: the tokens added to the vocabulary."""
     tool = {"name": NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
     bare_tool = NEXT_TEXT in probe(_Q, tools=[tool])
     takes_tools = NEXT_TEXT in probe(_Q, tools=[{"type": "function", "function": tool}])

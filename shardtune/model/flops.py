@@ -140,7 +140,7 @@ def cost_of(model: PreTrainedModel) -> Cost:
 
 def stage_costs(
     model: PreTrainedModel, decoder_layers: list[nn.Module]
-) -> tuple[float, list[float], float]:
+) -> tuple[float, tuple[float, ...], float]:
     """Return the costs of the embedding, of each decoder layer and of the head of a whole model."""
     # The cost of a part is its share of the model's FLOPs plus its share of the weights: a stage
     # needs time for FLOPs, and memory for weights.
@@ -160,7 +160,7 @@ def stage_costs(
         float,
     )
     first, *layers, last = (costs / costs.sum(0)).sum(1).tolist()
-    return first, layers, last
+    return first, tuple(layers), last
 
 
 def _embeddings_and_head(model: PreTrainedModel) -> set[int]:

@@ -59,6 +59,7 @@ def test_marks_of_other_tools_leave_answers_untrained(form, no, yes, models, tmp
     ("more", "problem"),
     [
         ({"masked": 0.5}, "messages[1] (assistant): masked is 0.5"),
+        ({"loss": "no"}, "messages[1] (assistant): loss is 'no'"),
         ({"loss": True, "masked": True}, "loss and masked contradict each other"),
         ({"train_detail": []}, "messages[1] (assistant) has train_detail"),
         ({"role": "asistant"}, "'asistant' - write assistant, or"),

@@ -54,7 +54,8 @@ def test_the_picture_shows_what_is_trained(folder, capsys):
     trained = first.partition("⟦")[2].partition("⟧")[0].split("│")
     assert "".join(trained) == "fine\\x1b[31m é<|im_end|>"  # two halves of a letter, two tokens
     assert f", {len(trained) + 1} trained\n" in first
-    assert "WARNING: records without a token to train, dropped: 1" in out and '"keeps_' in out
+    assert "data.train: WARNING: records without a token to train, dropped: 1" in out
+    assert '"keeps_' in out
 
 
 @pytest.mark.parametrize("text", ["öffnen", "你好, 世界", "👩\u200d💻 fine", "a \ufffd b"])

@@ -183,7 +183,10 @@ def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
         for chunk in tables_of(record, tmp_path, columns):  # which is read whole
             assert read_record(*chunk.parse(), columns)[0] == renamed
         is_chat = isinstance(read, list) and "messages" in renamed.content
-        assert not is_chat or renamed == Conversation(read)
+        if is_chat:
+            assert renamed == Conversation(read)
+        else:
+            assert "messages" not in renamed.content or read
 
 
 def test_messages_as_json_text_are_read():
@@ -235,6 +238,23 @@ def test_sharegpt_is_read_as_messages(turns):
         ["id"],
         [(Outcome.FOREIGN_FORM, "ShareGPT: conversations of from and value"), *notes],
     )
+
+
+@given(TURNS, st.none() | st.text())
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_a_system_field_of_sharegpt_is_a_turn(turns, system):
+    """That of LLaMA-Factory's data."""
+    conversations = [{"from": name, "value": text} for (_, name), text, _ in turns]
+    record = {"conversations": conversations, "system": system}
+    system_turns = [text for (role, _), text, _ in turns if role == "system"]
+    has_system = bool(system and system.strip())
+    if has_system and system_turns and system_turns != [system]:
+        with pytest.raises(RecordError, match="has system and a system turn"):
+            read_record(record)
+        return
+    first = [{"from": "system", "value": system}] if has_system and not system_turns else []
+    expected = read_record({"conversations": [*first, *conversations]})
+    assert read_record(record) == expected
 
 
 @given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())

@@ -78,19 +78,16 @@ def test_a_narrow_window_is_no_reason_to_refuse():
 def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
     tried, layout = list[Layout](), Layout(4, max_length=4096)
     model_config = MistralConfig(**SMALL)
-    monkeypatch.setattr(trial, "_tried", lambda layout, _: (tried.append(layout) or [], True))
-    for again in (
-        layout,
-        replace(layout, ranks=8, micro_batches=2),
-        replace(layout, max_length=512),
-    ):
-        require_exact_copy(again, model_config)
-    assert len(tried) == 1
-    require_exact_copy(replace(layout, stages=2), model_config)
-    require_exact_copy(replace(layout, max_length=64), model_config)
-    require_exact_copy(layout, MistralConfig(**SMALL, sliding_window=4))
-    assert len(tried) == 4
-    monkeypatch.undo()
+    with monkeypatch.context() as watched:
+        watched.setattr(trial, "_tried", lambda layout, _: (tried.append(layout) or [], True))
+        others = replace(layout, ranks=8, micro_batches=2), replace(layout, max_length=512)
+        for again in (layout, *others):
+            require_exact_copy(again, model_config)
+        assert len(tried) == 1
+        require_exact_copy(replace(layout, stages=2), model_config)
+        require_exact_copy(replace(layout, max_length=64), model_config)
+        require_exact_copy(layout, MistralConfig(**SMALL, sliding_window=4))
+        assert len(tried) == 4
     monkeypatch.setattr(trial, "small_copy", lambda *_: None)
     require_exact_copy(replace(layout, tensor=2), model_config)  # such as one without memory
     monkeypatch.setattr(trial, "_tried", lambda *_: (["its halves differ"], True))

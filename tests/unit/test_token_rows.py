@@ -208,8 +208,8 @@ def alpaca(i: int) -> dict[str, Any]:
 def test_each_form_gives_the_tokens_of_the_same_messages(case, options, model, tmp_path):
     """`test_records.py` says by hand which messages these are."""
     theirs = [sharegpt(i) if case == "sharegpt" else alpaca(i) for i in range(30)]
-    ours = [read_record(record).record.content for record in theirs]
-    plain = Run(model, write(tmp_path / "ours.jsonl", ours), **options)
+    as_messages = [read_record(record).record.content for record in theirs]
+    plain = Run(model, write(tmp_path / "messages.jsonl", as_messages), **options)
     if case.startswith("renamed"):
         names = {"instruction": "q", "output": "a"}
         theirs = [{names.get(k, k): v for k, v in r.items()} | {"text": "no"} for r in theirs]

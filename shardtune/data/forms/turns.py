@@ -49,7 +49,7 @@ class Fields:
     notes: list[Note]
 
     def text(self, name: str) -> str:
-        """Return a text, an empty one where there is no such field."""
+        """Return the text of a field, empty if the record lacks the field."""
         text = self.values.get(name, "")
         require(isinstance(text, str), name, text, "a string")
         return str(text)
@@ -138,7 +138,9 @@ def _untrained_by(where: str, message: Message) -> str:
     names = [name for name in MARKS if name in message]
     for name in names:
         is_mark = isinstance(message[name], (bool, int, float)) and message[name] in (0, 1)
-        require(is_mark, f"{where}: {name}", message[name], "true or false, for the whole turn")
+        no, yes = ("true or 1", "false or 0") if name == "masked" else ("false or 0", "true or 1")
+        remedy = f"{yes} to train this turn, {no} not to"
+        require(is_mark, f"{where}: {name}", message[name], remedy)
     if not names:
         return ""
     senses = {bool(message[name]) == MARKS[name] for name in names}

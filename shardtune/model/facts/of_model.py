@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -41,29 +41,14 @@ def facts_of_model(
     text: Any = model.config.get_text_config()
     spread = spread_stacks(model)
     stacks = [model.get_parameter(name).shape for name in spread if not parts.is_factor(name)]
-    embedding: Any = model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    types, cut = traits.layer_types(text), tuple(_cut(model, layers))
+    cut = tuple(_cut(model, layers))
     kinds = dict.fromkeys(spread, "experts")
     kinds |= {f"{name}.{key}": "cut" for name, _, side in cut for key in CUTS[side]}
-    kind_of = {p: kinds.get(name, "dense") for name, p in model.named_parameters()}
-    embedded = {*embedding.parameters()}
-    elsewhere = embedded.union(*(layer.parameters() for layer in layers))
-    others = ((name, p) for name, p in model.named_parameters() if p not in elsewhere)
+    of_layers, embedding, behind = _weights(model, layers, kinds)
     experts = {traits.number(text, *traits.EXPERTS)} - {0}
-    first, costs, last = stage_costs(model, layers)
     flops, uncounted = _flops(model)
     is_scaled = getattr(text, "attn_temperature_tuning", False)
-
-    def own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        # BERT names its embeddings as a layer.
-        return ((name, p) for name, p in layer.named_parameters() if p not in embedded)
-
-    def read(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Parameter, ...]:
-        return tuple(
-            Parameter(name, tuple(p.shape), p.requires_grad, kind_of[p]) for name, p in named
-        )
-
     return ModelFacts(
         kind=model.config.model_type,
         path=path,
@@ -90,18 +75,43 @@ def facts_of_model(
         stacks=tuple(sorted({(shape[0], shape[-1]) for shape in stacks})),
         top_k=traits.top_k(model),
         hidden_size=traits.most_of_layers(model, "hidden_size"),
-        layers=tuple(
-            Layer(types[i] if i < len(types) else None, read(own_parameters(layer)))
-            for i, layer in enumerate(layers)
-        ),
-        embedding=read(embedding.named_parameters()),
-        behind=read(others),
+        layers=of_layers,
+        embedding=embedding,
+        behind=behind,
         is_tied=bool(model.all_tied_weights_keys),
-        costs=(first, tuple(costs), last),
+        costs=stage_costs(model, layers),
         flops=flops,
         uncounted=uncounted,
         row_cost=cost_of(model),
     )
+
+
+def _weights(
+    model: PreTrainedModel, layers: list[nn.Module], kinds: Mapping[str, str]
+) -> tuple[tuple[Layer, ...], tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """Return the layers, and the parameters of the embedding and of everything else.
+
+    `kinds`: of parameters that are not dense, by their names.
+    """
+    types = traits.layer_types(model.config.get_text_config())
+    kind_of = {p: kinds.get(name, "dense") for name, p in model.named_parameters()}
+    embedding: Any = model.get_input_embeddings()
+    embedded = {*embedding.parameters()}
+    elsewhere = embedded.union(*(layer.parameters() for layer in layers))
+
+    def read(module: nn.Module, left_out: set[nn.Parameter]) -> tuple[Parameter, ...]:
+        return tuple(
+            Parameter(name, tuple(p.shape), p.requires_grad, kind_of[p])
+            for name, p in module.named_parameters()
+            if p not in left_out
+        )
+
+    # BERT names its embeddings as a layer.
+    of_layers = tuple(
+        Layer(types[i] if i < len(types) else None, read(layer, embedded))
+        for i, layer in enumerate(layers)
+    )
+    return of_layers, read(embedding, set()), read(model, elsewhere)
 
 
 def _flops(model: PreTrainedModel) -> tuple[ModelFlops | None, str]:
