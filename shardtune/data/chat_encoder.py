@@ -25,8 +25,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from shardtune.data.chat_template import NO_OPTIONS, ChatError, ChatTemplate, Options
-from shardtune.data.conversation import Conversation, Record, TokenRow, is_empty
-from shardtune.data.outcomes import Note, Outcome
+from shardtune.data.records import Conversation, Note, Outcome, Record, TokenRow, is_empty
 from shardtune.data.rendered_chat import RenderedChat, Turn
 from shardtune.errors import UserError
 

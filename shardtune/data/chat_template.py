@@ -12,18 +12,20 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
-from shardtune.data.conversation import (
+from shardtune.data.records import (
     MARKS,
     REASONING_KEYS,
     Conversation,
     Message,
+    Note,
+    Outcome,
     Record,
+    RecordError,
     Text,
     Tools,
     message_texts,
     tool_function,
 )
-from shardtune.data.outcomes import Note, Outcome, RecordError
 from shardtune.data.template_facts import STAND_INS, TemplateFacts, find_facts
 
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")

@@ -23,7 +23,7 @@ from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem, read_config_json
-from shardtune.data.outcomes import TOO_LONG, Outcome, RecordSums
+from shardtune.data.records import TOO_LONG, Outcome, RecordSums
 from shardtune.data.refusal import SourceSums, problems_of
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks

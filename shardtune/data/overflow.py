@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
-from shardtune.data.conversation import Conversation, Record
-from shardtune.data.outcomes import Outcome, OutcomeCounts, RecordError
+from shardtune.data.records import Conversation, Outcome, OutcomeCounts, Record, RecordError
 
 _OUTCOMES = {
     "turns": Outcome.SPLIT,  # texts alone: conversations have lost turns already

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardtune.config import DataConfig
-from shardtune.data.outcomes import TOO_LONG, BrokenRecord, Outcome, RecordSums
+from shardtune.data.records import TOO_LONG, BrokenRecord, Outcome, RecordSums
 from shardtune.data.sources import Source
 from shardtune.data.tokenize import TokenizedChunk
 from shardtune.errors import counted, first_few

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.data.chat_template import ChatError, ChatTemplate, with_one_text
-from shardtune.data.conversation import (
+from shardtune.data.records import (
     NEXT_TEXT,
     REASONING_KEYS,
     Message,
+    Note,
+    Outcome,
     Tools,
     contains,
     message_texts,
     normalize,
     tool_function,
 )
-from shardtune.data.outcomes import Note, Outcome
 
 _MARK = "Qq0Mark0qQ"
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}

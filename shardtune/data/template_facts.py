@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from shardtune.data.conversation import (
+from shardtune.data.records import (
     NEXT_TEXT,
     REASONING_KEYS,
     Message,

@@ -19,13 +19,21 @@ import xxhash
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
-from shardtune.data.conversation import Conversation, Record, is_media
 from shardtune.data.duplicates import RecordHash, hash_of
 from shardtune.data.forms import read_record
 from shardtune.data.forms.columns import names_in
-from shardtune.data.outcomes import BrokenRecord, FirstRecord, Outcome, RecordError, RecordSums
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.record_files import RecordChunk
+from shardtune.data.records import (
+    BrokenRecord,
+    Conversation,
+    FirstRecord,
+    Outcome,
+    Record,
+    RecordError,
+    RecordSums,
+    is_media,
+)
 from shardtune.distributed.signals import die_with_parent
 
 _SINGLE_PROCESS_S = 5.0  # about as long as the workers take to start

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, EncodedSequence
-from shardtune.data.conversation import Conversation
+from shardtune.data.records import Conversation
 
 DATE = datetime.date(2026, 3, 9)
 CASES = yaml.safe_load(

@@ -31,9 +31,8 @@ from tokenizers import pre_tokenizers
 from transformers import AddedToken, LlamaConfig
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, stop_token_ids
-from shardtune.data.conversation import Conversation, Text
 from shardtune.data.forms import read_record
-from shardtune.data.outcomes import Outcome
+from shardtune.data.records import Conversation, Outcome, Text
 from shardtune.errors import UserError
 
 

@@ -16,8 +16,7 @@ from helpers.chat_cases import answer, bytes_tokenizer, show, user
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence
-from shardtune.data.conversation import Conversation
-from shardtune.data.outcomes import Outcome
+from shardtune.data.records import Conversation, Outcome
 
 DATE = datetime.date(2026, 1, 2)
 

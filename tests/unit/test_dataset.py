@@ -19,7 +19,7 @@ from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 from transformers import AutoConfig
 
 from shardtune.config import DataConfig
-from shardtune.data.outcomes import Outcome
+from shardtune.data.records import Outcome
 from shardtune.training.data_and_schedule import read_data
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import EncodedRecord, EncodedSequence
-from shardtune.data.conversation import Conversation
-from shardtune.data.outcomes import OutcomeCounts, RecordError
 from shardtune.data.overflow import cut_to_rows, fit_to_length, leading_turns
+from shardtune.data.records import Conversation, OutcomeCounts, RecordError
 
 SEQUENCES = st.lists(st.booleans(), max_size=40).map(lambda flags: np.array([False, *flags]))
 

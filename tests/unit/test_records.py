@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import RECORD_FIELDS
-from shardtune.data.conversation import Conversation
 from shardtune.data.forms import read_record
-from shardtune.data.outcomes import FileError, Outcome, RecordError
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks
+from shardtune.data.records import Conversation, FileError, Outcome, RecordError
 
 NAMES = [*RECORD_FIELDS, "role", "content", "tool_calls", "function", "name", "arguments"]
 NAMES += ["thinking", "from", "value", "train", "weight"]

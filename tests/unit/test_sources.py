@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
 from shardtune.data.dataset import find_sources
-from shardtune.data.outcomes import FileError, RecordError
 from shardtune.data.paths import COMPRESSIONS
+from shardtune.data.records import FileError, RecordError
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.errors import UserError
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardtune.data.conversation import Conversation, Record, is_media
 from shardtune.data.forms import (
     alpaca,
     messages,
@@ -20,7 +19,17 @@ from shardtune.data.forms import (
 from shardtune.data.forms.beside_turns import BESIDE_TURNS, with_what_stands_beside
 from shardtune.data.forms.columns import Columns, proposed, rename_fields
 from shardtune.data.forms.turns import Fields, has_turns
-from shardtune.data.outcomes import FileError, Note, Outcome, RecordError, require, shown_name
+from shardtune.data.records import (
+    Conversation,
+    FileError,
+    Note,
+    Outcome,
+    Record,
+    RecordError,
+    is_media,
+    require,
+    shown_name,
+)
 from shardtune.errors import first_few
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.data.conversation import Conversation
 from shardtune.data.forms.turns import Fields
-from shardtune.data.outcomes import require
+from shardtune.data.records import Conversation, require
 
 FIELDS = ("instruction", "output")
 BESIDE = ("input", "history")

@@ -7,8 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardtune.data.conversation import Conversation, Message, from_json, without_nulls
-from shardtune.data.outcomes import Note, Outcome, RecordError, require
+from shardtune.data.records import (
+    Conversation,
+    Message,
+    Note,
+    Outcome,
+    RecordError,
+    from_json,
+    require,
+    without_nulls,
+)
 
 _SYSTEM = ("system", "system_prompt")  # the same under two names
 _TOOLS = ("tools", "functions")  # the second is OpenAI's older name

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtune.config import RECORD_FIELDS
 from shardtune.data.forms.turns import has_turns, parsed
-from shardtune.data.outcomes import RecordError
+from shardtune.data.records import RecordError
 
 Columns = Mapping[str, str | None]
 # Names of questions and answers in other data.

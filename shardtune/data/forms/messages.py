@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.data.conversation import Conversation
 from shardtune.data.forms.turns import Fields, has_turns
-from shardtune.data.outcomes import Outcome, RecordError
+from shardtune.data.records import Conversation, Outcome, RecordError
 
 FIELDS = ("messages",)
 

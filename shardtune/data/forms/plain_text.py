@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.data.conversation import Text
 from shardtune.data.forms.turns import Fields
+from shardtune.data.records import Text
 
 FIELDS = ("text",)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.data.conversation import Conversation, Text, from_json
 from shardtune.data.forms.turns import Fields, has_turns, parsed
-from shardtune.data.outcomes import Outcome
+from shardtune.data.records import Conversation, Outcome, Text, from_json
 
 FIELDS = ("prompt", "completion")
 AS_CHAT = '"data.columns={instruction: prompt, output: completion}" to read it in a chat'

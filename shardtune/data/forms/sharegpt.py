@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.data.conversation import Conversation, Message
 from shardtune.data.forms.turns import CALLS, Fields
-from shardtune.data.outcomes import RecordError, require
+from shardtune.data.records import Conversation, Message, RecordError, require
 from shardtune.errors import first_few
 
 FIELDS = ("conversations",)

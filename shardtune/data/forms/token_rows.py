@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardtune.data.conversation import TokenRow
 from shardtune.data.forms.turns import Fields
-from shardtune.data.outcomes import Outcome, RecordError, require
+from shardtune.data.records import Outcome, RecordError, TokenRow, require
 
 FIELDS = ("input_ids",)
 TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained

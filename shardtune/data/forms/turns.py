@@ -9,16 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardtune.data.conversation import (
+from shardtune.data.records import (
     MARKS,
     REASONING_KEYS,
     Message,
+    Note,
+    Outcome,
+    RecordError,
     from_json,
     is_media,
+    require,
     train_flag,
     without_nulls,
 )
-from shardtune.data.outcomes import Note, Outcome, RecordError, require
 
 _ROLES = ("user", "assistant", "system", "tool", "developer")
 # Other tools write the calls of an assistant turn as turns of these roles.
