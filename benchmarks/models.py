@@ -36,9 +36,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import train_fsdp
-from benchmarks.tiny import tiny_config
 from distTest.workloads.chats import write_jsonl
 from distTest.workloads.script import REPOSITORY
+from distTest.workloads.tiny import tiny_config
 from shardtune.cluster.child import Child, Pipe, results
 from shardtune.config import LoraConfig
 from shardtune.errors import Ending, UserError, first_line

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.tiny import tiny_config
+from distTest.workloads.tiny import tiny_config
 from helpers.plain_training import save_new_model, sharpen
 from helpers.tiny_models import VOCABULARY
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from benchmarks.tiny import tiny_config
+from distTest.workloads.tiny import tiny_config
 from helpers.commands import REPOSITORY
 from helpers.tiny_models import VOCABULARY
 from shardtune.config_io import load_config

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import one_by_one
-from benchmarks.tiny import VOCABULARY
 from distTest.workloads.small_models import batch_of
+from distTest.workloads.tiny import VOCABULARY
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.layout import Layout

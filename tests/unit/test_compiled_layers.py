@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.tiny import tiny_config
+from distTest.workloads.tiny import tiny_config
 from shardtune.distributed import compiling
 from shardtune.distributed.compiling import (
     can_compile,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.tiny import tiny_config
+from distTest.workloads.tiny import tiny_config
 from shardtune.model.facts.facts import Facts
 from shardtune.model.facts.of_config import facts_of_config
 from shardtune.model.facts.of_model import facts_of_model

@@ -11,7 +11,7 @@ from helpers import packing_families
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.tiny import tiny_config
+from distTest.workloads.tiny import tiny_config
 from shardtune.config import LoraConfig
 from shardtune.model.documents.one_by_one import recurrence_flops, state_mixers
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from benchmarks.tiny import tiny_config
+from distTest.workloads.tiny import tiny_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError, all_of
 from shardtune.model.build import read_facts, require_trainable

@@ -114,20 +114,24 @@ _OF_KIND: dict[str, dict[str, Any]] = {
 
 def tiny_config(kind: str) -> PreTrainedConfig:
     """Return the configuration of a tiny model of this type."""
-    default = CONFIG_MAPPING[kind]()
-    given = _narrow(default.to_dict(), default)
+    return tiny_like(CONFIG_MAPPING[kind]())
+
+
+def tiny_like(source: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a tiny model of the same architecture."""
+    given, kind = _narrow(source.to_dict(), source), source.model_type
     text = given.get("text_config") or given
     for name, value in copy.deepcopy(_OF_KIND.get(kind, {})).items():
         section = given if name in given else text
         is_part = isinstance(value, dict) and isinstance(section.get(name), dict)
         section[name] = section[name] | value if is_part else value
     given.pop("model_type", None)
-    return CONFIG_MAPPING[kind].from_dict(given)
+    return type(source).from_dict(given)
 
 
 def _narrow(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of a configuration, and of those within it, with small sizes."""
-    given = {}
+    given: dict[str, Any] = {}
     for name, value in values.items():
         section = vars(config).get(name)
         if isinstance(section, PreTrainedConfig) and isinstance(value, dict):
