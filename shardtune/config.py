@@ -344,6 +344,9 @@ class CheckpointConfig(Section, json_schema_extra=MAY_CHANGE):
     """Committed checkpoints to keep."""
     mode: Literal["async", "sync"] = "async"
     """`async`: train on while a copy in host memory is written; `sync`: wait for the disks."""
+    mirror: bool | Literal["auto"] = "auto"
+    """After each checkpoint a node also gets its neighbour's part, so that no dead disk takes it.
+    `auto`: where each of several nodes has a disk of its own."""
 
 
 class ExportConfig(Section, json_schema_extra=MAY_CHANGE):

@@ -16,9 +16,11 @@ import contextlib
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,9 @@ class SaveAttempt:
     """One save: its directories on this rank's disk, and the ranks that take part.
 
     `leader_of[rank]` is the first rank that shares the rank's disk. `assets` are the files beside
-    the tensors, by name. `disk_bytes`: what goes to this rank's disk.
+    the tensors, by name. `what` goes to this rank's disk, in `disk_bytes`. `is_mirrored`: each disk
+    will hold its neighbour's part. `pinned`: older checkpoints that stay with the newest one that
+    is mirrored, however many are newer; None: no checkpoint is mirrored.
     """
 
     staging: Path
@@ -55,6 +59,9 @@ class SaveAttempt:
     disk_bytes: int
     store: dist.Store
     timeout_s: float
+    is_mirrored: bool = False
+    pinned: Sequence[str] | None = None
+    what: str = "a checkpoint"
 
     @property
     def is_leader(self) -> bool:
@@ -65,7 +72,7 @@ class SaveAttempt:
             return str(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         place = f"rank {self.rank} on {socket.gethostname()}"
-        missing = durable_fs.missing_room(error, "a checkpoint", self.disk_bytes, self.staging)
+        missing = durable_fs.missing_room(error, self.what, self.disk_bytes, self.staging)
         return f"{place}: {kind}{first_line(error)}{missing}"
 
 
@@ -95,18 +102,14 @@ def write_and_commit(
             limit = f"{attempt.timeout_s} s (distributed.save_timeout_s)"
             raise NotSaved(f"it took longer than {limit}")
 
-    def on_all_disks(per_disk: list[list[str]]) -> list[str]:
-        # A disk that joined the run later lacks older checkpoints.
-        return [name for name in per_disk[0] if all(name in names for names in per_disk)]
-
-    run_phase = partial(_run_phase, attempt, deadline)
+    run = partial(run_phase, attempt, deadline)
     may_be_committed = False
     try:
-        run_phase("write", everyone, write_files, send_manifest)
-        run_phase("prepare", leaders, partial(_prepare, attempt), require_in_time)
+        run("write", everyone, write_files, send_manifest)
+        run("prepare", leaders, partial(_prepare, attempt), require_in_time)
         # From here on it is a checkpoint: the next start commits it where a rename fails.
         may_be_committed = len(leaders) > 1
-        newest_first = run_phase("commit", leaders, partial(_commit, attempt), on_all_disks)
+        kept, pinned = run("commit", leaders, partial(_commit, attempt), partial(_choose, attempt))
     except NotSaved:
         if not may_be_committed:
             with contextlib.suppress(OSError):  # the next start deletes what is left
@@ -117,13 +120,13 @@ def write_and_commit(
         raise NotSaved(f"{attempt.describe(error)}: rank 0 did not answer") from error
     try:
         if attempt.is_leader:
-            _keep_newest(attempt.final.parent, attempt.keep, newest_first)
+            _keep_newest(attempt, kept, pinned)
     except OSError as error:
         problem = attempt.describe(error)
         node_logger.info(f"Saved, but an old checkpoint could not be deleted: {problem}")
 
 
-def _run_phase(
+def run_phase(
     attempt: SaveAttempt,
     deadline: float,
     phase: str,
@@ -203,22 +206,37 @@ def _prepare(attempt: SaveAttempt) -> None:
     durable_fs.sync_directory(attempt.staging)
 
 
-def _commit(attempt: SaveAttempt) -> list[str]:
-    """Return the names of this disk's checkpoints up to this one, newest first."""
+def _commit(attempt: SaveAttempt) -> dict[str, list[str]]:
+    """Return this disk's checkpoints up to this one, newest first, each with its ranks' files."""
     durable_fs.rename(attempt.staging, attempt.final)
     step = step_of(attempt.final)
-    return [path.name for path in find_committed(attempt.final.parent) if step_of(path) <= step]
+    own = [path for path in find_committed(attempt.final.parent) if step_of(path) <= step]
+    return {path.name: [file.name for file in path.glob("rank_*.safetensors")] for path in own}
 
 
-def _keep_newest(directory: Path, keep: int, newest_first: Sequence[str]) -> None:
-    """Delete the checkpoints that are older than the `keep`-th of these.
+def _choose(
+    attempt: SaveAttempt, per_disk: Sequence[Mapping[str, Sequence[str]]]
+) -> tuple[list[str], list[str]]:
+    """Return the newest `keep` checkpoints that all disks have, and older ones that stay, too."""
+    # A disk that joined the run later lacks older checkpoints.
+    newest_first = [name for name in per_disk[0] if all(name in disk for disk in per_disk)]
+    pinned: list[str] = []
+    if attempt.pinned is not None:
+        files = {name: Counter(chain(*(disk[name] for disk in per_disk))) for name in newest_first}
+        mirrored = [name for name, copies in files.items() if min(copies.values(), default=0) > 1]
+        pinned = [*attempt.pinned, *mirrored[:1]]
+    return newest_first[: attempt.keep], pinned
+
+
+def _keep_newest(attempt: SaveAttempt, kept: Sequence[str], pinned: Sequence[str]) -> None:
+    """Delete the checkpoints that are older than all that are kept, and not pinned.
 
     Each checkpoint is renamed before it is deleted, so that no reader sees a part of one.
     """
-    if len(newest_first) < keep:
+    if len(kept) < attempt.keep:
         return
-    for path in find_committed(directory):
-        if step_of(path) < step_of(Path(newest_first[keep - 1])):
+    for path in find_committed(attempt.final.parent):
+        if step_of(path) < step_of(Path(kept[-1])) and path.name not in pinned:
             deleting = path.with_name(f".{path.name}.deleting")
             durable_fs.rename(path, deleting)
             durable_fs.delete(deleting)

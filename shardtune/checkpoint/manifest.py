@@ -24,6 +24,7 @@ from shardtune.run_files import VERSION
 
 FORMAT = 3
 ASSETS = "huggingface"
+PARTIAL = ".partial"  # ends the name of a copy of another disk's file until it is whole
 RESTORE = "restore it from a copy, or use another checkpoint"  # the remedy of DamagedCheckpoint
 _NAME = re.compile(r"checkpoint_(\d{7,})")
 

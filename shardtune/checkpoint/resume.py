@@ -13,6 +13,7 @@ from typing import Any
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import (
+    PARTIAL,
     Checkpoint,
     DamagedCheckpoint,
     find_checkpoints,
@@ -195,13 +196,15 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
         models = [*(run_dir.path / name for name in EXPORTED), *_step_models(run_dir)]
         unfinished = [entry for entry in entries if _is_unfinished(entry, resumed)]
         unfinished += filter(Path.exists, map(durable_fs.unfinished, models))
+        copies = [*run_dir.checkpoints.glob(f"checkpoint_*/*{PARTIAL}")]
+        unfinished += copies
         if unfinished:
             names = first_few([path.name for path in unfinished], 4)
             size = rounded_gb(sum(map(durable_fs.size, unfinished)))
             node_logger.info(f"Deleted, left by saves that did not finish: {names} ({size})")
         for model in models:
             durable_fs.recover_replaced(model)
-        for entry in entries:
+        for entry in (*entries, *copies):
             if entry in unfinished:
                 durable_fs.delete(entry)
             elif not is_part(entry) and (staging := _STAGING.fullmatch(entry.name)):

@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from shardtune.checkpoint.manifest import (
     open_checkpoint,
     rank_file,
 )
+from shardtune.checkpoint.mirror import Mirror
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.slices import slices_to_write
@@ -153,11 +155,14 @@ class Saver:
         own_bytes = sum(tensor.nbytes for tensor in self._own_tensors().values())
         per_rank = world.all_gather_json([host, own_bytes])
         self._hosts = [host for host, _ in per_rank]
-        leader_of = run_dir.leader_of
-        disk = [rank for rank in range(world.size) if leader_of[rank] == leader_of[world.rank]]
-        self.disk_bytes = sum(per_rank[rank][1] for rank in disk) + sum(map(len, assets.values()))
+        parts = Counter[int]()  # by the leaders of the disks
+        for leader, (_, n_bytes) in zip(run_dir.leader_of, per_rank, strict=True):
+            parts[leader] += n_bytes
+        self.disk_bytes = parts[run_dir.leader_of[world.rank]] + sum(map(len, assets.values()))
+        is_mirrored = config.mirror is not False and not run_dir.is_shared
+        self._mirror = Mirror(run_dir, parts, world) if is_mirrored else None
         if run_dir.is_leader(world):
-            self._warn_of_full_disk()
+            self._warn_of_full_disk(self._mirror.expected_bytes if self._mirror else 0)
         self._run_id = world.on_rank0(lambda: secrets.token_hex(4))
         # The thread has a connection of its own: a wait on a shared one blocks its other users.
         store = cast(Any, world.store).clone()
@@ -168,14 +173,16 @@ class Saver:
         self._problem: str | None = None
         self.not_saved = ""  # which save has failed and why, until one succeeds
 
-    def _warn_of_full_disk(self) -> None:
+    def _warn_of_full_disk(self, mirrored_bytes: int) -> None:
         directory = self._run_dir.checkpoints
-        free = durable_fs.free_bytes(directory)
-        if free < self.disk_bytes:
-            needed, short = rounded_gb(self.disk_bytes), rounded_gb(self.disk_bytes - free)
+        free, needed = durable_fs.free_bytes(directory), self.disk_bytes + mirrored_bytes
+        if free < needed:
+            part = " with its neighbour's part" if mirrored_bytes else ""
+            fails = "a save" if free < self.disk_bytes else "a copy of that part"
             node_logger.warning(
-                f"The disk of {directory} has {rounded_gb(free)} free, and a checkpoint takes "
-                f"{needed} of it: a save fails, and training goes on - free {short}"
+                f"The disk of {directory} has {rounded_gb(free)} free, and a checkpoint{part} "
+                f"takes {rounded_gb(needed)} of it: {fails} fails, and training goes on - free "
+                f"{rounded_gb(needed - free)}"
             )
 
     def save(
@@ -243,6 +250,8 @@ class Saver:
             disk_bytes=self.disk_bytes,
             store=dist.PrefixStore(f"{number}", self._store),
             timeout_s=self._timeout_s,
+            is_mirrored=self._mirror is not None and self._mirror.agree_to_start(name),
+            pinned=self._mirror.under_way if self._mirror else None,
         )
         self._attempts.append(attempt)
         return attempt
@@ -270,14 +279,19 @@ class Saver:
             self.not_saved = f"{name} was not saved: {problem}"
             node_logger.info(f"Not saved: {name}: {problem}")
         has_ended(problem)
+        if self._mirror and attempt.is_mirrored and not problem:
+            self._mirror.start(attempt)
         self._outcome = [problem]
 
     def finish(self) -> Checkpoint:
-        """Wait for the current save, and open it. Raises RunFailed."""
+        """Wait for the current save and its copies, and open it. Raises RunFailed."""
         self._wait()
         path = self._attempts[-1].final
         if self._problem:
             self._fail(f"{self._problem} - make room or mend the disk")
+        if self._mirror:
+            self._mirror.finish(self._attempts[-1])
+            self._world.all_gather_json(None)  # no rank ends while others copy
         checkpoint = open_checkpoint(path)
         leader_of = self._run_dir.leader_of
         holders = {name: [leader_of[file["rank"]]] for name, file in checkpoint.files.items()}

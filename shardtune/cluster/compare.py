@@ -88,7 +88,9 @@ def agreement(facts: Sequence[Message]) -> list[str]:
         is_shared = all(fact["shares_run_dir"] for fact in facts)
         where = " is shared by all nodes"
         if not is_shared:
-            where = " is on each node's own disk, and checkpoints are lost with any of them"
+            is_mirrored = first["config"]["checkpoint.mirror"] != "false"
+            end = ", mirrored" if is_mirrored else ", and checkpoints are lost with any of them"
+            where = f" is on each node's own disk{end}"
     free = " and ".join(gb(fact["free_disk_bytes"], 0) for fact in facts[:8])
     run_dir = f"run.dir {first['run_dir']}{where}, {free} GB free"
     compared = [f"digests: {digests}"] * (len(facts) > 1)

@@ -23,6 +23,7 @@ from shardtune.config import Config
 from shardtune.config_io import changed_keys, shared_settings, to_dict
 from shardtune.data.dataset import PreparedData
 from shardtune.distributed.world import World
+from shardtune.errors import UserError
 from shardtune.log import logger
 from shardtune.run_files import METRICS
 from shardtune.training.states.reshard import ReshardPolicy
@@ -58,6 +59,11 @@ def open_run(config: Config, world: World) -> Run:
     """
     world.require_same(shared_settings(config), "start every node with the same configuration")
     directory = open_run_dir(Path(config.run.dir), world)
+    if config.checkpoint.mirror is True and directory.is_shared:
+        raise UserError(
+            f"checkpoint.mirror=true: all ranks see {config.run.dir} on one disk, which has no "
+            "neighbour - use auto"
+        )
     require_settings = partial(resume_rules.require_allowed_settings, config=config)
     beginning = _beginning(config)
     resumed = agree_on_checkpoint(directory, config.run.resume, world, require_settings, beginning)

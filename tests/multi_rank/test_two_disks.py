@@ -35,7 +35,10 @@ import shardtune.checkpoint
 from shardtune.__main__ import run
 from shardtune.checkpoint import Checkpoint, Saver, durable_fs
 
-SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "checkpoint.keep=9")
+SAVES = (
+    *(*SETTINGS, *CONSTANT),
+    *("checkpoint.every_steps=2", "checkpoint.keep=9", "checkpoint.mirror=false"),
+)
 STAGING = ".checkpoint_0000004.0123456789ab0001"
 SPOILT = "model.model.layers.0.mlp.up_proj.weight"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.cards import CARDS
+from shardtune.config_io import bare
+from shardtune.distributed.measured import MIRROR_SHARE
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause
 from shardtune.planner.arithmetic.machine import DISK_BYTES_PER_S, Machine
 from shardtune.planner.arithmetic.run_length import RunLength
@@ -185,6 +187,14 @@ def _storage(plan: Plan) -> Iterator[str]:
         f"{duration(seconds)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes; "
         f"checkpoint.keep={keep} and the next one {gb((keep + 1) * storage.checkpoint_bytes)} GB"
     )
+    if nodes > 1 and plan.config.checkpoint.mirror is not False:
+        part = storage.checkpoint_bytes / nodes
+        seconds = part / (MIRROR_SHARE * plan.machine.node_bytes_per_s)
+        yield (
+            f"Where each node has a disk of its own, it also holds its neighbour's {gb(part)} GB "
+            f"of it, sent in {duration(seconds)} by {MIRROR_SHARE:.0%} of the network "
+            f"(checkpoint.mirror={bare(plan.config.checkpoint.mirror)})"
+        )
     yield (
         f"A node's own memory: {gb(storage.loading_bytes)} GB to load, "
         f"{gb(storage.staging_bytes)} GB for copies of what is saved "

@@ -1,0 +1,191 @@
+"""Nodes with disks of their own: each also holds its neighbour's part, and any disk may die."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.commands import finish
+from helpers.faults import ALWAYS, Fault, fails, kills, run_with, then, waits_until
+from helpers.ranks import train, train_on_nodes
+from helpers.small_runs import (
+    CONSTANT,
+    SETTINGS,
+    checkpoint,
+    close_to,
+    digests,
+    names,
+    steps_of,
+    write_inputs,
+)
+
+from shardtune.__main__ import run
+
+SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "export.final=false")
+MIRRORED = r"Mirrored checkpoint_(\d+): each node holds its neighbour's part \(.+ GB in \d+ s\)"
+COPY = "*/checkpoint_0000004/rank_0000?.safetensors.partial"
+# Where a leader dies: during a save, while copies are made, between both, while the oldest goes.
+POINTS = {
+    "writes its file": ("write", "*/.checkpoint_0000006.*/rank_*"),
+    "writes the manifest": ("open", "*/.checkpoint_0000006.*/manifest.json"),
+    "completes": ("fsync", "*/.checkpoint_0000006.*/COMPLETE"),
+    "commits": ("rename", "*/.checkpoint_0000006.*"),
+    "opens a copy": ("open", COPY),
+    "writes a copy": ("write", COPY),
+    "syncs a copy": ("fsync", COPY),
+    "names a copy": ("rename", COPY),
+    "gets the metrics": ("open", "*/metrics.tmp"),
+    "deletes the oldest": ("unlink", "*/.checkpoint_0000002.deleting/*"),
+}
+
+
+def disks(root: Path, model: Path, *ranks: int) -> list[tuple[Path, int]]:
+    """A folder and a number of ranks for each node."""
+    return [(write_inputs(root / f"node{n}", model), size) for n, size in enumerate(ranks)]
+
+
+def replace_disk(node: tuple[Path, int]) -> None:
+    shutil.rmtree(node[0] / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """The run directory of eight steps of three ranks on one disk."""
+    folder = write_inputs(tmp_path_factory.mktemp("whole"), models["glm"])
+    assert train(3, *SAVES, "train.max_steps=8", cwd=folder).returncode == 0
+    return folder / "run"
+
+
+def test_each_node_holds_its_neighbours_part(tmp_path, models, whole):
+    nodes = disks(tmp_path, models["glm"], 1, 1, 1)
+    said = finish(train_on_nodes(nodes, *SAVES, "train.max_steps=4"))
+    assert [int(step) for step in re.findall(MIRRORED, said)] == [2, 4] or "go on" in said, said
+    parts = [checkpoint(folder / "run", 4) for folder, _ in nodes]
+    for n, part in enumerate(parts):
+        ranks = {f"rank_{rank:05d}.safetensors" for rank in (n, (n - 1) % 3)}
+        assert ranks == {name for name in names(part) if name.startswith("rank")}
+    assert steps_of(nodes[1][0] / "run") == steps_of(nodes[0][0] / "run")
+    assert run(["verify", *map(str, parts[:2])]) == 0
+    replace_disk(nodes[0])
+    said = finish(train_on_nodes(nodes, *SAVES, "train.max_steps=8"))
+    assert "Resumed from checkpoint_0000004" in said and "up to 4 are on node 1" in said
+    assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_node_that_dies_with_its_disk_loses_at_most_one_checkpoint(
+    point, dead, tmp_path, models, whole
+):
+    """A fresh one starts, and the run goes on to the bit, without a part of an unfinished copy."""
+    nodes, given = disks(tmp_path, models["glm"], 2, 1), (*SAVES, "train.max_steps=8")
+    operation, path = POINTS[point]
+    if point == "gets the metrics" and dead == 0:
+        pytest.skip("node 0 has them")
+    death = Fault(operation, path, kills(), rank=2 * dead)
+    killed = train_on_nodes(nodes, *given, work=partial(run_with, [death]))
+    assert killed.returncode != 0, killed.stdout
+    replace_disk(nodes[dead])
+    said = finish(train_on_nodes(nodes, *given))
+    resumed = re.search(r"Resumed from checkpoint_(\d+)", said)
+    assert resumed and int(resumed[1]) >= 2, said
+    expected = steps_of(whole)[int(resumed[1]) if dead == 0 else 0 :]
+    assert steps_of(nodes[0][0] / "run") == expected
+    assert not [path for folder, _ in nodes for path in folder.rglob("*.partial")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "ranks", "more"),
+    [
+        ("llama", (2, 2), ("parallel.stages=2", "train.gradient_accumulation_steps=2")),
+        ("glm", (2, 2), ("parallel.expert=2",)),
+        ("llama", (1, 1, 1), ("lora.rank=4",)),
+    ],
+)
+def test_meshes_and_adapters_outlive_a_disk(model, ranks, more, tmp_path, models):
+    nodes = disks(tmp_path, models[model], *ranks)
+    alone = write_inputs(tmp_path / "alone", models[model])
+    finish(train(sum(ranks), *SAVES, *more, "train.max_steps=6", cwd=alone))
+    finish(train_on_nodes(nodes, *SAVES, *more, "train.max_steps=4"))
+    replace_disk(nodes[-1])
+    assert "Resumed from checkpoint_0000004" in finish(
+        train_on_nodes(nodes, *SAVES, *more, "train.max_steps=6")
+    )
+    assert steps_of(nodes[0][0] / "run") == steps_of(alone / "run")
+
+
+@pytest.mark.parametrize("left", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_one_node_goes_on_alone(left, tmp_path, models):
+    """With its own curves, also where node 0 wrote them."""
+    nodes, rows = disks(tmp_path, models["glm"], 1, 1), "train.gradient_accumulation_steps="
+    whole = write_inputs(tmp_path / "whole", models["glm"])
+    finish(train(2, *SAVES, f"{rows}2", "train.max_steps=6", cwd=whole))
+    finish(train_on_nodes(nodes, *SAVES, f"{rows}2", "train.max_steps=4"))
+    replace_disk(nodes[1 - left])
+    given = (*SAVES, f"{rows}4", "train.max_steps=6")
+    assert "Resumed from checkpoint_0000004" in finish(train(1, *given, cwd=nodes[left][0]))
+    assert steps_of(nodes[left][0] / "run") == close_to(steps_of(whole / "run"))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.full)])
+def test_a_disk_that_takes_no_copy_ends_the_mirrors_alone(error, tmp_path, models, whole):
+    nodes = disks(tmp_path, models["glm"], 2, 1)
+    full = Fault("write", "*.partial", fails(error), rank=2, times=ALWAYS)
+    done = train_on_nodes(nodes, *SAVES, "train.max_steps=8", work=partial(run_with, [full]))
+    said = finish(done) + done.stderr
+    assert said.count("Not mirrored: checkpoint_0000002: rank 2 on ") == 1
+    assert said.count("until the next start") == 1
+    assert "Mirrored" not in said and steps_of(nodes[0][0] / "run") == steps_of(whole)
+    for folder, _ in nodes:
+        assert names(folder / "run/checkpoints") == ["checkpoint_0000006", "checkpoint_0000008"]
+        assert not [*folder.rglob("*.partial")]
+
+
+def damage(file: Path) -> bool:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return True
+
+
+def test_a_part_that_was_damaged_before_it_was_sent_is_found_by_its_digest(tmp_path, models):
+    nodes = disks(tmp_path, models["glm"], 1, 1)
+    own = nodes[0][0] / "run/checkpoints/checkpoint_0000002/rank_00000.safetensors"
+    renamed = then(waits_until(partial(damage, own)))
+    of_save = Fault("rename", "*/.checkpoint_0000002.*", renamed, rank=0)
+    done = train_on_nodes(nodes, *SAVES, "train.max_steps=2", work=partial(run_with, [of_save]))
+    assert "rank_00000.safetensors arrived damaged" in done.stdout + done.stderr, done.stdout
+    assert names(checkpoint(nodes[1][0] / "run", 2)) == [
+        *("COMPLETE", "huggingface", "manifest.json", "rank_00001.safetensors")
+    ]
+
+
+def test_a_late_copy_is_skipped_once_and_the_mirrored_checkpoint_stays(tmp_path, models):
+    """Beyond checkpoint.keep; the last save waits for its copy."""
+    nodes = disks(tmp_path, models["glm"], 1, 1)
+    slow = Fault(
+        "open",
+        "*/checkpoint_0000002/*.partial",
+        waits_until((nodes[1][0] / "run/checkpoints/checkpoint_0000006").exists),
+        rank=1,
+    )
+    given = (*SAVES, "checkpoint.keep=1", "train.max_steps=8")
+    said = finish(train_on_nodes(nodes, *given, work=partial(run_with, [slow])))
+    assert said.count("Not mirrored: checkpoint_0000004: ") == 1 == said.count("Not mirrored")
+    assert "Mirrored checkpoint_0000002" in said and "Mirrored checkpoint_0000008" in said
+    kept = ["checkpoint_0000002", "checkpoint_0000008"]
+    assert [names(folder / "run/checkpoints") for folder, _ in nodes] == [kept, kept]
+    one, other = (digests(checkpoint(folder / "run", 8), "rank*") for folder, _ in nodes)
+    assert one == other and len(one) == 2
+
+
+def test_one_disk_has_no_neighbour(tmp_path, models):
+    done = train_on_nodes(disks(tmp_path, models["glm"], 2), *SAVES, "checkpoint.mirror=true")
+    assert done.returncode == 2
+    assert re.fullmatch(r"ERROR: checkpoint\.mirror=true: .* - use auto\n", done.stderr)
