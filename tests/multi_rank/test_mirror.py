@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from shardtune.__main__ import run
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "export.final=false")
 MIRRORED = r"Mirrored checkpoint_(\d+): each node holds its neighbour's part \(.+ GB in \d+ s\)"
-COPY = "*/checkpoint_0000004/rank_0000?.safetensors.partial"
+COPY = "*/checkpoint_*/rank_*.partial"
 # Where a leader dies: during a save, while copies are made, between both, while the oldest goes.
 POINTS = {
     "writes its file": ("write", "*/.checkpoint_0000006.*/rank_*"),
@@ -39,7 +40,7 @@ POINTS = {
     "syncs a copy": ("fsync", COPY),
     "names a copy": ("rename", COPY),
     "gets the metrics": ("open", "*/metrics.tmp"),
-    "deletes the oldest": ("unlink", "*/.checkpoint_0000002.deleting/*"),
+    "deletes the oldest": ("unlink", "*/.checkpoint_*.deleting/*"),
 }
 
 
@@ -52,11 +53,16 @@ def replace_disk(node: tuple[Path, int]) -> None:
     shutil.rmtree(node[0] / "run")
 
 
+def is_mirrored(*parts: Path) -> bool:
+    """Whether each of two disks has the files of all three ranks."""
+    return all(len([*part.glob("rank_*.safetensors")]) == 3 for part in parts)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    """The run directory of eight steps of three ranks on one disk."""
+    """The run directory of ten steps of three ranks on one disk."""
     folder = write_inputs(tmp_path_factory.mktemp("whole"), models["glm"])
-    assert train(3, *SAVES, "train.max_steps=8", cwd=folder).returncode == 0
+    assert train(3, *SAVES, "train.max_steps=10", cwd=folder).returncode == 0
     return folder / "run"
 
 
@@ -73,7 +79,7 @@ def test_each_node_holds_its_neighbours_part(tmp_path, models, whole):
     replace_disk(nodes[0])
     said = finish(train_on_nodes(nodes, *SAVES, "train.max_steps=8"))
     assert "Resumed from checkpoint_0000004" in said and "up to 4 are on node 1" in said
-    assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4:]
+    assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4:8]
 
 
 @pytest.mark.full
@@ -83,17 +89,22 @@ def test_a_node_that_dies_with_its_disk_loses_at_most_one_checkpoint(
     point, dead, tmp_path, models, whole
 ):
     """A fresh one starts, and the run goes on to the bit, without a part of an unfinished copy."""
-    nodes, given = disks(tmp_path, models["glm"], 2, 1), (*SAVES, "train.max_steps=8")
+    nodes = disks(tmp_path, models["glm"], 2, 1)
     operation, path = POINTS[point]
     if point == "gets the metrics" and dead == 0:
         pytest.skip("node 0 has them")
-    death = Fault(operation, path, kills(), rank=2 * dead)
-    killed = train_on_nodes(nodes, *given, work=partial(run_with, [death]))
+    # Of copies the first of the second checkpoint: node 1 gets two files of each.
+    nth = {COPY: 2 + dead, "*/metrics.tmp": 2}.get(path, 1)
+    death = Fault(operation, path, kills(), rank=2 * dead, nth=nth)
+    first = waits_until(partial(is_mirrored, *(checkpoint(f / "run", 2) for f, _ in nodes)))
+    faults = [death, replace(death, effect=first)]
+    given = (*SAVES, "train.max_steps=8")
+    killed = train_on_nodes(nodes, *given, work=partial(run_with, faults))
     assert killed.returncode != 0, killed.stdout
     replace_disk(nodes[dead])
-    said = finish(train_on_nodes(nodes, *given))
+    said = finish(train_on_nodes(nodes, *SAVES, "train.max_steps=10"))
     resumed = re.search(r"Resumed from checkpoint_(\d+)", said)
-    assert resumed and int(resumed[1]) >= 2, said
+    assert resumed, said
     expected = steps_of(whole)[int(resumed[1]) if dead == 0 else 0 :]
     assert steps_of(nodes[0][0] / "run") == expected
     assert not [path for folder, _ in nodes for path in folder.rglob("*.partial")]
@@ -141,9 +152,12 @@ def test_a_disk_that_takes_no_copy_ends_the_mirrors_alone(error, tmp_path, model
     said = finish(done) + done.stderr
     assert said.count("Not mirrored: checkpoint_0000002: rank 2 on ") == 1
     assert said.count("until the next start") == 1
-    assert "Mirrored" not in said and steps_of(nodes[0][0] / "run") == steps_of(whole)
+    assert "Mirrored" not in said and steps_of(nodes[0][0] / "run") == steps_of(whole)[:8]
     for folder, _ in nodes:
-        assert names(folder / "run/checkpoints") == ["checkpoint_0000006", "checkpoint_0000008"]
+        assert names(folder / "run/checkpoints")[-2:] == [
+            "checkpoint_0000006",
+            "checkpoint_0000008",
+        ]
         assert not [*folder.rglob("*.partial")]
 
 
