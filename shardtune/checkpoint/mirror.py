@@ -39,7 +39,7 @@ from shardtune.log import logger
 from shardtune.run_files import METRICS
 from shardtune.units import gb
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20  # longer bursts would hold up a step more
 # The timeout is long: a slow link is no error, and a dead leader closes its connections anyway.
 _TIMEOUT_S = 2 * 24 * 3600.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _FILE = "preflight.json"
-MIRROR_SHARE = 0.25  # of the network between nodes goes to copies of checkpoints
+MIRROR_SHARE = 0.2  # of the network between nodes goes to copies of checkpoints
 CPU = "CPU process"  # the device of a rank without a GPU
 
 
