@@ -160,8 +160,11 @@ def _form_problem(schema: pyarrow.Schema, columns: Columns) -> FileError | None:
     ours = {name: field for field, name in columns.items() if name and "." not in field}
     ignored = {field for field, name in columns.items() if name is None}
     example = {ours.get(each.name, each.name): _example(each.type) for each in schema}
+    example = {name: value for name, value in example.items() if name not in ignored}
     try:
-        forms_of({name: value for name, value in example.items() if name not in ignored})
+        for form in forms_of(example):
+            if form.refuse:  # a column that is refused spoils every record
+                form.refuse(example, [*example])
     except RecordError as error:
         return FileError(str(error), kind=error.kind)
     return None

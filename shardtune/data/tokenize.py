@@ -133,8 +133,9 @@ class ChunkTokenizer:
         """Whether a record of data.train goes to evaluation: a hash of its used fields decides."""
         if self.data.eval is not None or not self.data.eval_fraction:
             return False
-        canonical = json.dumps(record.content, sort_keys=True, separators=(",", ":")).encode()
-        return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
+        # Arrow has values that JSON has not, such as dates: these count as text.
+        canonical = json.dumps(record.content, sort_keys=True, separators=(",", ":"), default=str)
+        return xxhash.xxh3_64_intdigest(canonical.encode()) < self.data.eval_fraction * 2**64
 
 
 def unread_outcome(field: str) -> Outcome:

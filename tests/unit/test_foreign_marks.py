@@ -121,10 +121,13 @@ def test_calls_of_every_form_are_trained_and_their_answers_are_context(
 def test_turns_of_calls_belong_to_the_answer_before_them(models, tmp_path):
     turns = [("human", "Rain?"), ("gpt", "I look."), ("tool_call", AS_TEXT), ("tool_call", AS_TEXT)]
     turns += [("tool_response", "3"), ("gpt", "3 mm.")]
+    tools = '[{"name": "rain", "description": "Rain.", "parameters": {}}]'
     record = {"conversations": [{"from": name, "value": text} for name, text in turns]}
-    record["tools"] = '[{"name": "rain", "description": "Rain.", "parameters": {}}]'
-    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
-    assert trained(run) == [f"I look.\n{CALL}\n{CALL}{END}3 mm.{END}"]
+    roles = {"human": "user", "gpt": "assistant"}
+    ours = [turn(roles.get(name, name), text, tool_calls=None) for name, text in turns]
+    records = [record | {"tools": tools}, {"messages": ours, "tools": tools}]
+    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", records))
+    assert trained(run) == 2 * [f"I look.\n{CALL}\n{CALL}{END}3 mm.{END}"]
 
 
 def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path):

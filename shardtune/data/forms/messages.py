@@ -12,7 +12,7 @@ def read(fields: Fields) -> Conversation:
     if isinstance(fields.values["messages"], str):
         fields.notes.append((Outcome.FOREIGN_FORM, "JSON text in messages"))
     turns = fields.parsed("messages")
-    if has_turns(turns) and "from" in turns[0] and "role" not in turns[0]:
+    if has_turns(turns) and turns[0].keys() >= {"from", "value"}:
         columns = '"data.columns={conversations: messages}"'
         raise RecordError(f"messages has turns of from and value - write {columns}")
     return Conversation(fields.turns("messages", turns))

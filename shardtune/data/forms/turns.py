@@ -207,7 +207,7 @@ def _joined(where: str, before: Message, call: Message) -> Message:
         what = f"{where} is one turn with that before it, and their marks differ"
         raise RecordError(f"{what} - give both the same")
     mark = {"train": True} if True in flags else {}
-    return before | mark | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
+    return before | mark | {"tool_calls": [*(before.get("tool_calls") or []), *call["tool_calls"]]}
 
 
 def _require_one_thought(where: str, message: Message) -> None:
