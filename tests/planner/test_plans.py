@@ -9,7 +9,8 @@ import pytest
 from conftest import REPOSITORY
 from transformers import AutoConfig
 
-from benchmarks.plans import CONFIGS, MEMORY, PAGE, PLANS, plan_of, with_plans
+from benchmarks.plans import CONFIGS, MEMORY, PAGE, PLANS, plan_of, row
+from shardtune.planner.command.text import describe, verdict
 from shardtune.planner.make_plan import bound_plan
 from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
@@ -28,17 +29,26 @@ def test_the_shipped_configuration_does_what_it_is_for():
     received = plan.floors_s["between nodes"] * plan.machine.node_bytes_per_s / 1e9
     assert plan.fits and plan.layout.bubble == 0.2
     assert received <= 3 and plan.floor_s <= 2 and plan.needed_bytes <= 62e9
+    lines = "".join(f"{line}\n" for line in [verdict(plan), *describe(plan)])
+    assert f"<!-- plan --gpu-memory 80 -->\n\n```text\n{lines}```" in PAGE.read_text("utf-8")
 
 
+# The others are written by `python -m benchmarks plans` alone.
 @pytest.mark.full
-def test_the_page_has_what_the_code_computes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        (PAGE, 7),  # replicas, without stages, which do not fit
+        (PAGE, 10),  # adapters
+        (MEMORY, 2),  # long rows, in tiles
+    ],
+)
+def test_the_page_has_what_the_code_computes(page, number, tmp_path, monkeypatch):
     for name in ("config.yaml", "examples", "tests"):  # what the pages name, without a preflight
         (tmp_path / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path)
-    for page, plans in ((PAGE, 2), (MEMORY, 1)):
-        text = page.read_text(encoding="utf-8")
-        assert len(re.findall("<!-- plans? ", text)) == plans
-        assert with_plans(text) == text
+    line = PLANS.search(page.read_text(encoding="utf-8"))[2].splitlines()[number]
+    assert row(line) == f"{line}\n"
 
 
 @pytest.mark.full
