@@ -90,10 +90,10 @@ def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("node_bytes_per_s", [5e9])
-def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s):
+def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named():
+    """Those that shapes alone show to be slower by half are not simulated."""
     config = configured("train.gradient_accumulation_steps=2", "parallel.expert=4")
-    plan, changes, _ = searched(config, GLM, machine(5e9, node_bytes_per_s))
+    plan, changes, _ = searched(config, GLM, machine(5e9, 5e9))
     best = changes[0] if changes else plan
     for stages, replicate, expert, size in (
         (stages, replicate, expert, size)
@@ -106,8 +106,10 @@ def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s
         mesh = [f"parallel.stages={stages}", f"parallel.replicate={replicate}"]
         mesh += [f"parallel.expert={expert}", f"train.micro_batch_size={size}"]
         mesh.append(f"train.gradient_accumulation_steps={2 * stages // size}")
-        other = make_plan(configured(*mesh), GLM, machine(5e9, node_bytes_per_s))
-        assert not other.fits or best.floor_s < 1.06 * other.floor_s, mesh
+        asked = configured(*mesh), GLM, machine(5e9, 5e9)
+        if bound_plan(*asked).floor_s < 1.5 * best.floor_s:
+            other = make_plan(*asked)
+            assert not other.fits or best.floor_s < 1.06 * other.floor_s, mesh
 
 
 def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price():
@@ -197,19 +199,12 @@ def test_states_go_to_host_memory_before_less_is_trained():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("memory_gb", "row", "ranks", "helps"),
-    [
-        (80, 131072, 8, {"model.activation_checkpointing": "full", "parallel.context": 2}),
-        (24, 4096, 8, {"model.activation_checkpointing": "full", "optimizer.offload": True}),
-    ],
-)
-def test_a_node_that_holds_llama_with_other_settings_is_told_them(memory_gb, row, ranks, helps):
+def test_a_node_that_holds_llama_with_other_settings_is_told_them():
     model_config = AutoConfig.from_pretrained(CONFIGS / "llama-3.1-8b")
-    config = configured("model.activation_checkpointing=none", f"data.max_length={row}")
-    one = Machine(1, ranks, memory_gb * 1e9, 1e10, 4e11, 1e15)
-    plan, (change, *_), _ = searched(config, model_config, one)
+    config = configured("model.activation_checkpointing=none", "data.max_length=131072")
+    plan, (change, *_), _ = searched(config, model_config, Machine(1, 8, 8e10, 1e10, 4e11, 1e15))
     assert not plan.fits and change.fits
+    helps = {"model.activation_checkpointing": "full", "parallel.context": 2}
     assert helps.items() <= change.values.items()
 
 
