@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.1.0"  # the version of the program that writes the files
 LOCK = ".lock"  # exists from the first start on, also after the run
@@ -16,6 +20,15 @@ _FLOCK = "hhqqi"  # Linux's struct flock: l_type, l_whence, l_start, l_len, l_pi
 def cache_folder(name: str) -> Path:
     """Return a folder of `$SHARDTUNE_CACHE`, by default of `~/.cache/shardtune`."""
     return Path(os.environ.get("SHARDTUNE_CACHE") or "~/.cache/shardtune").expanduser() / name
+
+
+def read_entries(path: Path, last_step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each object up to a step, with its line. Lines that a crash garbled are left out."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            entry = json.loads(line)
+            if entry["step"] <= last_step and line.endswith(b"\n"):
+                yield entry, line
 
 
 def is_locked(run_dir: Path) -> bool | None:

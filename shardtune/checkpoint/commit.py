@@ -16,11 +16,9 @@ import contextlib
 import json
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +44,8 @@ class SaveAttempt:
 
     `leader_of[rank]` is the first rank that shares the rank's disk. `assets` are the files beside
     the tensors, by name. `what` goes to this rank's disk, in `disk_bytes`. `is_mirrored`: each disk
-    will hold its neighbour's part. `pinned`: older checkpoints that stay with the newest one that
-    is mirrored, however many are newer; None: no checkpoint is mirrored.
+    will hold its neighbour's part. `pinned`: older checkpoints that stay, with the newest of those
+    that outlive the death of most disks; None: no checkpoint is mirrored.
     """
 
     staging: Path
@@ -222,9 +220,15 @@ def _choose(
     newest_first = [name for name in per_disk[0] if all(name in disk for disk in per_disk)]
     pinned: list[str] = []
     if attempt.pinned is not None:
-        files = {name: Counter(chain(*(disk[name] for disk in per_disk))) for name in newest_first}
-        mirrored = [name for name, copies in files.items() if min(copies.values(), default=0) > 1]
-        pinned = [*attempt.pinned, *mirrored[:1]]
+        disks = [{name: set(files) for name, files in disk.items()} for disk in per_disk]
+
+        def survived_deaths(name: str) -> int:
+            files = [disk.get(name, set()) for disk in disks]
+            others = (files[:dead] + files[dead + 1 :] for dead in range(len(files)))
+            return sum(set().union(*left) == set().union(*files) for left in others)
+
+        newest = sorted(set().union(*disks), reverse=True)
+        pinned = [*attempt.pinned, max(newest, key=survived_deaths)]
     return newest_first[: attempt.keep], pinned
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import json
 import os
 import threading
 import time
@@ -36,7 +37,7 @@ from shardtune.checkpoint.safetensors_writer import tensor_bytes
 from shardtune.distributed.measured import MIRROR_SHARE, read_measured
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.run_files import METRICS
+from shardtune.run_files import METRICS, read_entries
 from shardtune.units import gb
 
 _PIECE_BYTES = 1 << 20  # longer bursts would hold up a step more
@@ -135,7 +136,8 @@ class Mirror:
         sent.update((attempt.final / name, file["bytes"]) for name, file in own.items())
         if self._world.is_main:
             metrics = self._run_dir.path / METRICS
-            sent[metrics] = metrics.read_bytes().rfind(b"\n") + 1  # the rest is being written
+            with contextlib.suppress(OSError):  # the checkpoint is whole without them
+                sent[metrics] = metrics.read_bytes().rfind(b"\n") + 1  # the rest is being written
         return list(sent.values())
 
     def _exchange(self, sent: Mapping[Path, int], received: Sequence[int]) -> Iterator[memoryview]:
@@ -180,7 +182,8 @@ class Mirror:
             for final, copy in arrived.items():
                 durable_fs.rename(copy, final)
             if metrics:
-                durable_fs.replace_file(self._run_dir.path / METRICS, metrics)
+                path = self._run_dir.path / METRICS
+                durable_fs.replace_file(path, _earlier_lines(path, metrics) + metrics)
         except Exception:
             with contextlib.suppress(OSError):
                 for copy in arrived.values():
@@ -199,6 +202,15 @@ def _part(attempt: SaveAttempt, leader: int) -> dict[str, Mapping[str, Any]]:
         for name, file in files.items()
         if name == rank_file(file["rank"]) and attempt.leader_of[file["rank"]] == leader
     }
+
+
+def _earlier_lines(path: Path, metrics: bytes) -> bytes:
+    """Return the lines of steps before those of `metrics`, which a new disk of node 0 lacks."""
+    first = metrics.partition(b"\n")[0]
+    before, is_found, _ = (path.read_bytes() if path.exists() else b"").partition(first)
+    if is_found:
+        return before
+    return b"".join(line for _, line in read_entries(path, json.loads(first)["step"]))
 
 
 def _pieces(n_bytes: int) -> list[int]:

@@ -44,8 +44,9 @@ from shardtune.planner.mesh import as_arguments, launch_command
 from shardtune.planner.plan import Plan
 from shardtune.planner.search import Search
 from shardtune.planner.simulation.extrapolate import Simulations
+from shardtune.run_files import read_entries
 from shardtune.training.context import Prediction
-from shardtune.training.observers.metrics import Metrics, peak_memory_bytes, read_entries
+from shardtune.training.observers.metrics import Metrics, peak_memory_bytes
 from shardtune.training.run import Run
 from shardtune.units import gb
 

@@ -32,12 +32,12 @@ from shardtune.model.flops import DevicePeak, MfuMeter
 from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.moe.tiles import tile_layers
 from shardtune.model.stages import layers_in
-from shardtune.run_files import METRICS
+from shardtune.run_files import METRICS, read_entries
 from shardtune.training import optim
 from shardtune.training.context import Prediction, TrainContext
 from shardtune.training.observers.expert_balance import ExpertBalance
 from shardtune.training.observers.export_command import ExportCommand, StepExport, is_due
-from shardtune.training.observers.metrics import Metrics, read_entries
+from shardtune.training.observers.metrics import Metrics
 from shardtune.training.observers.profiler import StepProfiler
 from shardtune.training.observers.sinks import open_sinks
 from shardtune.training.observers.step_log import LossSpikes, StepLog

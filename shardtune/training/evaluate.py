@@ -27,8 +27,8 @@ from shardtune.log import logger, quoted
 from shardtune.metrics_schema import EvalEntry, SampleEntry
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import Measure, predicted_logits
+from shardtune.run_files import read_entries
 from shardtune.training.context import TrainContext
-from shardtune.training.observers.metrics import read_entries
 from shardtune.training.prompts import Prompt, UnfinishedTexts, choose_prompts, in_rows
 from shardtune.training.run import Run
 

@@ -50,8 +50,7 @@ from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
-from shardtune.run_files import METRICS
-from shardtune.training.observers.metrics import read_entries
+from shardtune.run_files import METRICS, read_entries
 
 SAVES = (1, 2)
 CHECKPOINTS = "checkpoints"

@@ -122,7 +122,7 @@ def save_steps(
 
     def make_saver(world: World) -> Saver:
         run_dir = RunDir(run_dirs[leader_of[world.rank]], leader_of, None)
-        config = CheckpointConfig(keep=keep, mode="sync")
+        config = CheckpointConfig(keep=keep, mode="sync", mirror=False)
         return Saver(run_dir, config, 60, model, optimizer, assets, world)
 
     savers = on_threads(worlds, make_saver)

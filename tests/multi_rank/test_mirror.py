@@ -80,6 +80,7 @@ def test_each_node_holds_its_neighbours_part(tmp_path, models, whole):
     said = finish(train_on_nodes(nodes, *SAVES, "train.max_steps=8"))
     assert "Resumed from checkpoint_0000004" in said and "up to 4 are on node 1" in said
     assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4:8]
+    assert steps_of(nodes[1][0] / "run") == steps_of(whole)[:8]
 
 
 @pytest.mark.full
@@ -159,6 +160,19 @@ def test_a_disk_that_takes_no_copy_ends_the_mirrors_alone(error, tmp_path, model
             "checkpoint_0000008",
         ]
         assert not [*folder.rglob("*.partial")]
+
+
+def test_a_checkpoint_on_one_disk_stays_until_another_is_mirrored(tmp_path, models, whole):
+    """A fresh node, whose first copies fail, dies again: the run goes on from where it began."""
+    nodes, given = disks(tmp_path, models["glm"], 2, 1), (*SAVES, "checkpoint.keep=1")
+    finish(train_on_nodes(nodes, *given, "train.max_steps=4"))
+    replace_disk(nodes[0])
+    full = Fault("write", "*.partial", fails(errno.ENOSPC), rank=2, times=ALWAYS)
+    finish(train_on_nodes(nodes, *given, "train.max_steps=8", work=partial(run_with, [full])))
+    replace_disk(nodes[0])
+    said = finish(train_on_nodes(nodes, *given, "train.max_steps=10"))
+    assert "Resumed from checkpoint_0000004" in said
+    assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4:]
 
 
 def damage(file: Path) -> bool:

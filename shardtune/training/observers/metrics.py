@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import Entry
+from shardtune.run_files import read_entries
 from shardtune.training.observers.sinks import Sink
 
 
@@ -172,15 +172,6 @@ def _without_infinities(entry: Entry) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in entry.items()
     }
-
-
-def read_entries(path: Path, last_step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield each object up to a step, with its line. Lines that a crash garbled are left out."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            entry = json.loads(line)
-            if entry["step"] <= last_step and line.endswith(b"\n"):
-                yield entry, line
 
 
 def peak_memory_bytes(device: torch.device) -> int:
