@@ -55,7 +55,7 @@ def test_a_rehearsal_over_loopback_passes(tmp_path, here):
     assert done.returncode == 0, output + done.stderr
     assert passed(output) == CHECKS
     assert "All nodes are this host, over loopback: --loopback\n" in output
-    model = r"^Model: glm4_moe, 3 layers, \d+ random parameters, as zai-org/GLM-4.5-Air$"
+    model = r"^Model: glm4_moe, 2 layers, \d+ random parameters, as zai-org/GLM-4.5-Air$"
     assert re.search(model, output, re.MULTILINE)
     assert " data.max_length=99 " in output and " data.max_length=64 " in output
     assert re.search(r"^\[node 0\] Step 1/\d+ .* LR: 2\.00e-03 ", output, re.MULTILINE)
