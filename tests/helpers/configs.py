@@ -28,7 +28,7 @@ optimizer: {offload: false, name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0
 lora: {rank: null, alpha: null, rslora: false, dropout: 0.0, targets: all-linear}
 scheduler: {name: cosine, warmup_ratio: 0.03, min_lr_ratio: 0.1}
 eval: {baseline: true, every_steps: 0, keep_best: false, samples: 0, sample_tokens: 64}
-checkpoint: {every_steps: 500, keep: 2, mode: async}
+checkpoint: {every_steps: 500, keep: 2, mode: async, mirror: auto}
 export: {final: true, dtype: source, merge: true, every_steps: 0, keep: 2, command: null}
 logging: {every_steps: 1, tensorboard: false, wandb: null, profile_steps: null}
 distributed: {backend: auto, join_timeout_s: 300, step_timeout_s: 600, save_timeout_s: 3600}
