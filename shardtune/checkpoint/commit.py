@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class SaveAttempt:
 
     `leader_of[rank]` is the first rank that shares the rank's disk. `assets` are the files beside
     the tensors, by name. `what` goes to this rank's disk, in `disk_bytes`. `is_mirrored`: each disk
-    will hold its neighbour's part. `pinned`: older checkpoints that stay, with the newest of those
-    that outlive the death of most disks; None: no checkpoint is mirrored.
+    will hold its neighbour's part. `pinned`: older checkpoints that stay, with the newest that is
+    whole without a disk, for each disk; None: no checkpoint is mirrored.
     """
 
     staging: Path
@@ -222,14 +223,17 @@ def _choose(
     if attempt.pinned is not None:
         disks = [{name: set(files) for name, files in disk.items()} for disk in per_disk]
 
-        def survived_deaths(name: str) -> int:
-            files = [disk.get(name, set()) for disk in disks]
-            others = (files[:dead] + files[dead + 1 :] for dead in range(len(files)))
-            return sum(set().union(*left) == set().union(*files) for left in others)
-
         newest = sorted(set().union(*disks), reverse=True)
-        pinned = [*attempt.pinned, max(newest, key=survived_deaths)]
+        pinned = [*attempt.pinned]
+        for dead in range(len(disks)):  # the newest one that is whole without this disk
+            left = disks[:dead] + disks[dead + 1 :]
+            whole = (n for n in newest if _files(n, left) == _files(n, disks))
+            pinned += islice(whole, 1)
     return newest_first[: attempt.keep], pinned
+
+
+def _files(name: str, disks: Sequence[Mapping[str, set[str]]]) -> set[str]:
+    return set().union(*(disk.get(name, ()) for disk in disks))
 
 
 def _keep_newest(attempt: SaveAttempt, kept: Sequence[str], pinned: Sequence[str]) -> None:

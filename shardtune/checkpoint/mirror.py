@@ -29,6 +29,7 @@ from shardtune.checkpoint.commit import SaveAttempt, run_phase
 from shardtune.checkpoint.manifest import (
     PARTIAL,
     DamagedCheckpoint,
+    find_committed,
     open_checkpoint,
     rank_file,
 )
@@ -36,12 +37,12 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import tensor_bytes
 from shardtune.distributed.measured import MIRROR_SHARE, read_measured
 from shardtune.distributed.world import World
-from shardtune.log import logger
+from shardtune.log import logger, node_logger
 from shardtune.run_files import METRICS, read_entries
 from shardtune.units import gb
 
 _PIECE_BYTES = 1 << 20  # longer bursts would hold up a step more
-# The timeout is long: a slow link is no error, and a dead leader closes its connections anyway.
+# The timeout is long: a slow link may take hours, and a dead leader closes its connections anyway.
 _TIMEOUT_S = 2 * 24 * 3600.0
 
 
@@ -90,19 +91,25 @@ class Mirror:
     def finish(self, last: SaveAttempt) -> None:
         """Wait until the last checkpoint is copied; without training the whole link is free."""
         self._training_has_ended.set()
+        deadline = time.monotonic() + last.timeout_s
         for must_start in (False, not last.is_mirrored):
             if must_start and self._is_free():
                 self.start(last)
             if self._thread:
-                self._thread.join(last.timeout_s)
+                self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self.under_way:
+            node_logger.warning(
+                f"Not mirrored: {self.under_way[0]}: its copies did not end within "
+                f"{last.timeout_s:g} s (distributed.save_timeout_s)"
+            )
 
     def _run(self, committed: SaveAttempt) -> None:
         began, name = time.perf_counter(), committed.final.name
         attempt = replace(
             committed,
-            what="its neighbour's part",
+            what="its neighbour's part, with the saves to come,",
             staging=committed.final / PARTIAL,
-            disk_bytes=self.expected_bytes,
+            disk_bytes=self.expected_bytes + _saves_to_come(committed) * committed.disk_bytes,
             store=dist.PrefixStore("mirror", committed.store),
         )
         run = partial(run_phase, attempt, time.monotonic() + _TIMEOUT_S)
@@ -128,7 +135,7 @@ class Mirror:
     def _offer(self, attempt: SaveAttempt, sent: dict[Path, int]) -> list[int]:
         """Find the files that go to the next disk; return their lengths in the order of sending.
 
-        Raises OSError: also if the disk lacks room for the part that comes.
+        Raises OSError: also if the disk lacks room for the part that comes and for the next saves.
         """
         if durable_fs.free_bytes(attempt.final) < attempt.disk_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -183,7 +190,7 @@ class Mirror:
                 durable_fs.rename(copy, final)
             if metrics:
                 path = self._run_dir.path / METRICS
-                durable_fs.replace_file(path, _earlier_lines(path, metrics) + metrics)
+                durable_fs.replace_file(path, _with_missing_steps(path, metrics))
         except Exception:
             with contextlib.suppress(OSError):
                 for copy in arrived.values():
@@ -204,13 +211,25 @@ def _part(attempt: SaveAttempt, leader: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _earlier_lines(path: Path, metrics: bytes) -> bytes:
-    """Return the lines of steps before those of `metrics`, which a new disk of node 0 lacks."""
-    first = metrics.partition(b"\n")[0]
-    before, is_found, _ = (path.read_bytes() if path.exists() else b"").partition(first)
-    if is_found:
-        return before
-    return b"".join(line for _, line in read_entries(path, json.loads(first)["step"]))
+def _saves_to_come(attempt: SaveAttempt) -> int:
+    """Return how many parts of its own a disk still takes before each save deletes an older one."""
+    held = len(find_committed(attempt.final.parent))
+    # A mirrored checkpoint may stay beyond `keep`, where only one is kept in place of a newer one.
+    return max(1, attempt.keep + 1 - held) + (attempt.keep == 1)
+
+
+def _with_missing_steps(path: Path, metrics: bytes) -> bytes:
+    """Return a neighbour's lines, and among them those of steps that a new disk of it lacks."""
+    theirs = [(json.loads(line), line) for line in metrics.splitlines(keepends=True)]
+    steps = {entry["step"] for entry, _ in theirs if entry["kind"] == "step"}
+    lines = {line for _, line in theirs}
+    earlier = [
+        (entry, line)
+        for entry, line in read_entries(path, max(steps, default=0))
+        if entry["step"] not in steps and line not in lines
+    ]
+    in_order = sorted(earlier + theirs, key=lambda each: each[0]["step"])
+    return b"".join(line for _, line in (in_order if earlier else theirs))
 
 
 def _pieces(n_bytes: int) -> list[int]:

@@ -61,14 +61,20 @@ def open_run(config: Config, world: World) -> Run:
     directory = open_run_dir(Path(config.run.dir), world)
     if config.checkpoint.mirror is True and directory.is_shared:
         raise UserError(
-            f"checkpoint.mirror=true: all ranks see {config.run.dir} on one disk, which has no "
-            "neighbour - use auto"
+            f"checkpoint.mirror=true: all ranks see {config.run.dir} on one disk, so there is no "
+            "other to copy to - use auto"
         )
     require_settings = partial(resume_rules.require_allowed_settings, config=config)
     beginning = _beginning(config)
     resumed = agree_on_checkpoint(directory, config.run.resume, world, require_settings, beginning)
     if resumed:
         resume_rules.log_changes(resumed, config, world)
+        is_mirrored = config.checkpoint.mirror is not False and not directory.is_shared
+        if is_mirrored and min(map(len, resumed.holders.values())) == 1:
+            logger.warning(
+                f"{resumed.name} has parts on one disk alone, and is lost with it until the next "
+                "checkpoint is mirrored"
+            )
         if config.run.resume in ("auto", "never"):
             beginning = resumed.state.get("beginning")
     today = datetime.date.today().isoformat()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import finish
 from helpers.faults import ALWAYS, Fault, fails, kills, run_with, then, waits_until
-from helpers.ranks import train, train_on_nodes
+from helpers.ranks import run_script, train, train_on_nodes
 from helpers.small_runs import (
     CONSTANT,
     SETTINGS,
@@ -25,6 +25,7 @@ from helpers.small_runs import (
 )
 
 from shardtune.__main__ import run
+from shardtune.checkpoint import durable_fs
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "export.final=false")
 MIRRORED = r"Mirrored checkpoint_(\d+): each node holds its neighbour's part \(.+ GB in \d+ s\)"
@@ -169,11 +170,35 @@ def test_a_checkpoint_on_one_disk_stays_until_another_is_mirrored(tmp_path, mode
     finish(train_on_nodes(nodes, *given, "train.max_steps=4"))
     replace_disk(nodes[0])
     full = Fault("write", "*.partial", fails(errno.ENOSPC), rank=2, times=ALWAYS)
-    finish(train_on_nodes(nodes, *given, "train.max_steps=8", work=partial(run_with, [full])))
+    done = train_on_nodes(nodes, *given, "train.max_steps=10", work=partial(run_with, [full]))
+    assert "checkpoint_0000004 has parts on one disk alone" in finish(done) + done.stderr
     replace_disk(nodes[0])
     said = finish(train_on_nodes(nodes, *given, "train.max_steps=10"))
     assert "Resumed from checkpoint_0000004" in said
     assert steps_of(nodes[0][0] / "run") == steps_of(whole)[4:]
+
+
+def test_nodes_that_change_places_lose_no_steps_of_their_metrics(tmp_path, models, whole):
+    """Steps 5 to 8 are on one disk alone, and the other one becomes node 0."""
+    nodes = disks(tmp_path, models["glm"], 1, 2)
+    for last, more, order in ((4, [], 1), (8, ["checkpoint.mirror=false"], 1), (10, [], -1)):
+        finish(train_on_nodes(nodes[::order], *SAVES, *more, f"train.max_steps={last}"))
+    assert steps_of(nodes[0][0] / "run") == steps_of(whole)
+
+
+def train_with_little_room(arguments: list[str]) -> None:
+    """As much is free as a copy takes, and less than the saves to come take, too."""
+    durable_fs.free_bytes = lambda path: 800_000
+    run_script(arguments)
+
+
+def test_a_copy_leaves_room_for_the_saves_to_come(tmp_path, models):
+    nodes = disks(tmp_path, models["glm"], 2, 1)
+    work = train_with_little_room
+    done = train_on_nodes(nodes, *SAVES, "train.max_steps=4", work=work)
+    said = finish(done) + done.stderr
+    assert "Not mirrored: checkpoint_0000002: " in said and "with the saves to come, takes" in said
+    assert "Saved checkpoint_0000004" in said and "Mirrored" not in said
 
 
 def damage(file: Path) -> bool:
