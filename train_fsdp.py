@@ -194,7 +194,7 @@ def train_step(
     stats = all_gather_step_stats(
         nll_sum,
         squared_gradients,
-        step.trained_tokens,
+        step.trained_weight,
         stop.received is not None,
         context.expert_balance.take_counts(),
         context.run.world,
@@ -216,9 +216,9 @@ def accumulate_gradients(
     world.progress.enter(Phase.FORWARD_BACKWARD)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     # A batch's loss is the sum over its tokens, and FSDP averages gradients over ranks. The scale
-    # undoes that average and divides by the trained tokens of the global batch, so that each token
-    # weighs the same, in any micro-batch of any rank.
-    scale = world.layout.stage_ranks / max(1, step.trained_tokens)
+    # undoes that average and divides by the trained tokens of the global batch (where the data has
+    # weights, by their sum), so that each token weighs the same, in any micro-batch of any rank.
+    scale = world.layout.stage_ranks / (step.trained_weight or 1)
     for batch, backwards in context.stage.passes(micro_batches):
         nll_sum += context.stage.forward(batch)
         # Without stages only the backward of this batch is due. A stage of a pipeline runs ahead:

@@ -139,6 +139,7 @@ RecordField = Literal[
     "input_ids",
     "labels",
     "loss_mask",
+    "loss_weights",
     "attention_mask",
     "position_ids",
     "messages.role",

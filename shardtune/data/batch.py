@@ -11,7 +11,7 @@ import torch
 
 
 class Sequences(Protocol):
-    """Sequences by their number: token ids int64 [length], and which are trained, bool [length]."""
+    """Sequences by their number: token ids int64 [length], and their weights [length], 0 to 1."""
 
     lengths: np.ndarray  # tokens of each
 
@@ -26,6 +26,7 @@ class Sequences(Protocol):
 #     boundaries      0     3   5     begin of each document in the row, and the end
 #     predicting      0 1   3         positions whose next token is trained
 #     targets         b c   e         that token
+#     weights         None            of these tokens in the loss, if not all count 1
 #
 # Attention keeps documents apart by `boundaries`, or by the positions, as transformers does.
 # And as a padded batch, a row for each document:
@@ -53,6 +54,7 @@ class Batch:
     # If ranks share a flat row: the number of tokens of each rank. All fields but `lengths` and
     # `boundaries` then have this rank's slice alone.
     slices: list[int] | None = None
+    weights: torch.Tensor | None = None  # float32 [trained tokens]; None: each counts 1
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model's forward."""
@@ -73,6 +75,7 @@ class Batch:
             predicting=self.predicting[is_own] - begin,
             targets=self.targets[is_own],
             slices=slices,
+            weights=None if self.weights is None else self.weights[is_own],
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -119,7 +122,7 @@ def build_batch(
     n_rows = 1 if is_flat else len(documents)
     starts = boundaries[:-1] if is_flat else np.arange(n_rows) * width
     input_ids, mask, positions = np.zeros((3, n_rows * width), np.int64)
-    predicting, targets = [], []
+    predicting, targets, weights = [], [], []
     for (tokens, trained), start in zip(documents, starts.tolist(), strict=True):
         document = slice(start, start + len(tokens))
         input_ids[document] = tokens
@@ -128,6 +131,8 @@ def build_batch(
         before_trained = np.flatnonzero(trained[1:])
         predicting.append(before_trained + start)
         targets.append(tokens[before_trained + 1])
+        weights.append(trained[before_trained + 1])
+    of_targets = np.concatenate(weights).astype(np.float32)
     shape = (n_rows, width)
     batch = Batch(
         torch.from_numpy(input_ids).view(shape),
@@ -137,5 +142,6 @@ def build_batch(
         torch.from_numpy(np.concatenate(targets)),
         lengths,
         torch.from_numpy(boundaries.astype(np.int32)),
+        weights=None if (of_targets == 1).all() else torch.from_numpy(of_targets),
     )
     return batch if ranks == 1 else batch.slice_of(number, ranks)

@@ -17,7 +17,7 @@ import copy
 import datetime
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ class EncodedSequence:
     """One sequence before packing; `input_ids` and `trained` have one entry a token."""
 
     input_ids: list[int]
-    trained: list[bool]  # as targets of the loss; never the first token, which nothing predicts
+    # Their weights as targets of the loss, 0 (untrained) to 1; 0 for the first token, which nothing
+    # predicts.
+    trained: list[float]
     turns: list[TrainedTurn] = field(default_factory=list)  # a plain text has none
 
 
@@ -165,12 +167,13 @@ class ChatEncoder:
             )
         messages, tools, notes = self.template.in_its_form(conversation)
         chat = RenderedChat(self.template, messages, tools)
-        trained, untrained = self._choose_turns(conversation, notes)
+        trained, weights = self._choose_turns(conversation, notes)
 
         def encode_part(end: int) -> EncodedRecord:
-            within = [i for i in trained if i < end]
+            within = {i: weights.get(i, 1.0) for i in trained if i < end}
             if self.loss_on == "all":
-                encoded = self._encode_all(chat, within, [i for i in untrained if i < end], end)
+                lighter = {i: w for i, w in weights.items() if w < 1 and i < end}
+                encoded = self._encode_all(chat, within, lighter, end)
             else:
                 encoded = self._encode_turns(chat, within, end)
             empty = [_EMPTY for i in within if is_empty(messages[i])]
@@ -183,9 +186,9 @@ class ChatEncoder:
 
     def _choose_turns(
         self, conversation: Conversation, notes: list[Note]
-    ) -> tuple[list[int], list[int]]:
-        """Return the turns that are trained, and those that their marks leave untrained."""
-        messages, flags = conversation.messages, conversation.train_flags
+    ) -> tuple[list[int], dict[int, float]]:
+        """Return the turns that are trained, and the weights that marks give to turns."""
+        messages, flags = conversation.messages, conversation.weights
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         trained = [i for i in answers if i >= conversation.first]
         if self.loss_on == "last":
@@ -200,12 +203,13 @@ class ChatEncoder:
             notes.append((Outcome.LEADING_ANSWER, ""))
         marked = [i for i in answers if flags.get(i) and i not in trained]
         notes += [(Outcome.TRAINED_BY_MARK, self.loss_on)] * len(marked)
-        untrained = [i for i in answers if flags.get(i) is False]
-        return [i for i in answers if flags.get(i, i in trained)], untrained
+        return [i for i in answers if flags.get(i, i in trained)], flags
 
-    def _encode_turns(self, chat: RenderedChat, trained: list[int], end: int) -> EncodedRecord:
-        """Encode messages[:end], in which these turns are trained."""
-        turns = [chat.turn(i) for i in trained]
+    def _encode_turns(
+        self, chat: RenderedChat, trained: dict[int, float], end: int
+    ) -> EncodedRecord:
+        """Encode messages[:end], in which these turns are trained, by their weights."""
+        turns = [replace(chat.turn(i), weight=weight) for i, weight in trained.items()]
         if not turns:
             return EncodedRecord([])
         is_last = turns[-1].index == end - 1
@@ -225,9 +229,9 @@ class ChatEncoder:
         return EncodedRecord(sequences, added, turns[-1].appended, apart, notes)
 
     def _encode_all(
-        self, chat: RenderedChat, trained: list[int], untrained: list[int], end: int
+        self, chat: RenderedChat, trained: Iterable[int], lighter: dict[int, float], end: int
     ) -> EncodedRecord:
-        """Encode messages[:end]; every token is trained, except in the `untrained` turns."""
+        """Encode messages[:end]; all tokens are trained, those of `lighter` turns by weight."""
         if not end:
             return EncodedRecord([])
         messages, appended = chat.messages[:end], False
@@ -239,16 +243,18 @@ class ChatEncoder:
             chat.require_texts(i, text)
             chat.require_parts(i, messages)
         ids, offsets = self._tokenize(text)
-        flags = [t > 0 for t in range(len(ids))]
-        for i in untrained:
+        flags: list[float] = [t > 0 for t in range(len(ids))]
+        for i, weight in lighter.items():
             turn = chat.turn(i)
             if not text.startswith(turn.text[: turn.end]):
                 raise ChatError(
-                    f"{self.template.name} rewrites messages[{i}] (assistant), which is not to be "
-                    "trained - choose data.loss_on=assistant"
+                    f"{self.template.name} rewrites messages[{i}] (assistant), which is "
+                    f"{f'to count {weight:g}' if weight else 'not to be trained'} - choose "
+                    "data.loss_on=assistant"
                 )
             for t, (begin, stop) in enumerate(offsets):
-                flags[t] &= stop <= turn.begin or begin >= turn.end
+                if stop > turn.begin and begin < turn.end:
+                    flags[t] *= weight
         sequence = EncodedSequence(ids, flags, [TrainedTurn(end - 1, 0, len(ids))])
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
         return EncodedRecord([sequence], 0, appended, notes=notes)
@@ -262,7 +268,8 @@ class ChatEncoder:
         self.template.require_closed("completion", completion)
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
-        trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)
+        trained: list[float] = [self.loss_on == "all"] * len(prompt_ids)
+        trained += [True] * (len(ids) - length)
         encoded = self._with_stop(prompt_ids + ids[length:], trained, len(prompt_ids))
         empty = [_EMPTY_QUESTION] * (not prompt.strip()) + [_EMPTY] * (not completion.strip())
         return replace(encoded, notes=tuple(empty)) if empty else encoded
@@ -287,7 +294,7 @@ class ChatEncoder:
         return ids if ids[: len(self.bos_ids)] == self.bos_ids else self.bos_ids + ids
 
     def _with_stop(
-        self, ids: list[int], trained: list[bool], begin: int | None = None
+        self, ids: list[int], trained: list[float], begin: int | None = None
     ) -> EncodedRecord:
         """Append the eos, unless `ids` ends with a trained stop token; a turn begins at `begin`."""
         appended = not ids or ids[-1] not in self.stop_token_ids or not trained[-1]
@@ -318,7 +325,8 @@ class ChatEncoder:
         self, ids: list[int], offsets: Offsets, firsts: Sequence[int], turns: list[Turn]
     ) -> EncodedSequence:
         """Return the sequence in which each turn is trained from `first` through its stop token."""
-        trained, spans = [False] * len(ids), []
+        trained: list[float] = [False] * len(ids)
+        spans = []
         for first, turn in zip(firsts, turns, strict=True):
             stop = next(t for t, (_, end) in enumerate(offsets) if end >= turn.end)
             if ids[stop] not in self.stop_token_ids:
@@ -326,7 +334,7 @@ class ChatEncoder:
                     f"the tokenizer writes the stop token of {self.template.name} as other tokens "
                     "- check the model's eos_token_id against the template"
                 )
-            trained[first : stop + 1] = [True] * (stop + 1 - first)
+            trained[first : stop + 1] = [turn.weight] * (stop + 1 - first)
             spans.append(TrainedTurn(turn.index, first, stop + 1))
         return EncodedSequence(ids, [False, *trained[1:]], spans)
 

@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,15 +31,19 @@ from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger, node_logger
 
-# One file for each column of a set; tokens and trained flags stand end to end.
+# One file for each column of a set; tokens and trained flags stand end to end. Of the last two one
+# says which tokens have a weight between 0 and 1, the other has these weights.
 _COLUMNS: dict[str, type[np.generic]] = {
     "tokens": np.uint32,
     "trained": np.bool_,
     "starts": np.int64,
     "lengths": np.int32,
     "trained_counts": np.int32,
+    "trained_weights": np.float64,
     "record": np.int64,
     "source": np.uint16,
+    "weighted": np.int64,
+    "weights": np.float32,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
 _LOG_EVERY_S = 10.0
@@ -49,13 +54,17 @@ class TokenDataset:
 
     def __init__(self, folder: Path, name: str) -> None:
         columns = (
-            np.memmap(folder / f"{name}.{column}", dtype, mode="r").view(np.ndarray)
+            np.memmap(file, dtype, mode="r").view(np.ndarray)
+            if (file := folder / f"{name}.{column}").stat().st_size
+            else np.empty(0, dtype)
             for column, dtype in _COLUMNS.items()
         )
-        self._tokens, self._trained, self._starts, *others = columns
-        # Of each sequence: its tokens, its trained tokens, and the indices of its record and of its
-        # source in the set, both ascending.
-        self.lengths, self.trained_counts, self.record, self.source = others
+        self._tokens, self._trained, self._starts, *of_sequences, weighted, weights = columns
+        self._weighted, self._weights = weighted, weights
+        # Of each sequence: its tokens, its trained tokens and the sum of their weights, and the
+        # indices of its record and of its source in the set, both ascending.
+        self.lengths, self.trained_counts, self.trained_weights, *indices = of_sequences
+        self.record, self.source = indices
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -71,11 +80,17 @@ class TokenDataset:
         parts = (self._tokens[i : i + (1 << 24)] for i in starts)
         return sorted({int(i) for part in parts for i in np.unique(part[np.isin(part, ids)])})
 
-    def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return copies of token ids int64 [length] and trained flags bool [length]."""
+    def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return copies of token ids int64 [length] and their weights float32 [length].
+
+        An untrained token has the weight 0.
+        """
         start = self._starts[i]
         stop = start + self.lengths[i]
-        return self._tokens[start:stop].astype(np.int64), self._trained[start:stop].copy()
+        weights = self._trained[start:stop].astype(np.float32)
+        between = slice(*np.searchsorted(self._weighted, (start, stop)))
+        weights[self._weighted[between] - start] = self._weights[between]
+        return self._tokens[start:stop].astype(np.int64), weights
 
 
 @dataclass(frozen=True)
@@ -250,23 +265,32 @@ class _SetWriter:
             self._digests["source"] = xxhash.xxh3_128()
         self.sums, self.hashes = RecordSums(), RecordHashes()
         self.n_tokens = self.n_trained = 0
+        self._n_by_weight: Counter[float] = Counter()  # trained tokens whose weight is not 1
 
     def add(self, chunk: SetChunk, source: int) -> None:
         self.sums.include(chunk)
         self.hashes.add(chunk.hashes)
         if not chunk.sequences:
             return
-        tokens, trained, record = zip(*chunk.sequences, strict=True)
-        lengths = np.array([len(ids) for ids in tokens])
+        tokens, of_sequences, record = zip(*chunk.sequences, strict=True)
+        lengths, weights = np.array([len(ids) for ids in tokens]), np.concatenate(of_sequences)
+        between = np.flatnonzero((weights > 0) & (weights < 1))
         columns = {
             "tokens": np.concatenate(tokens),
-            "trained": np.concatenate(trained),
+            "trained": weights > 0,
             "starts": self.n_tokens + lengths.cumsum() - lengths,
             "lengths": lengths,
-            "trained_counts": [flags.sum() for flags in trained],
+            "trained_counts": [np.count_nonzero(each) for each in of_sequences],
+            "trained_weights": [each.sum(dtype=np.float64) for each in of_sequences],
             "record": record,
             "source": np.full(len(lengths), source),
+            "weighted": self.n_tokens + between,
+            "weights": weights[between],
         }
+        if len(between):
+            self._n_by_weight.update(weights[between].tolist())
+            for column in ("weighted", "weights"):
+                self._digests.setdefault(column, xxhash.xxh3_128())
         for column, dtype in _COLUMNS.items():
             values = np.asarray(columns[column], dtype).tobytes()
             with self._files[column].open("ab") as file:
@@ -286,6 +310,10 @@ class _SetWriter:
         sums = self.sums
         totals = f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens"
         lines: dict[str, int | None] = {f"{totals}, {self.n_trained} of them trained": None}
+        if self._n_by_weight:
+            shares = [f"{np.float32(w)}: {n}" for w, n in sorted(self._n_by_weight.items())]
+            ones = self.n_trained - self._n_by_weight.total()
+            lines[f"trained tokens by weight | {first_few([*shares, f'1: {ones}'], 10)}"] = None
         for (outcome, detail), line in sums.outcomes.lines().items():
             first = sums.first_records[outcome, detail, ""]
             if outcome in TOO_LONG:

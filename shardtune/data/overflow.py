@@ -66,8 +66,8 @@ def leading_turns(
 
 def cut_to_rows(
     encoded: EncodedRecord, data: DataConfig, outcomes: OutcomeCounts, bos_ids: list[int]
-) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-    """Return token ids and trained flags of each row of a record; count it if it is too long."""
+) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]:
+    """Return token ids and weights of each row of a record; count it if it is too long."""
     rows = []
     n_kept = n_trained = n_repeated = n_turns = n_cut = 0
     for sequence in encoded.sequences:
@@ -79,9 +79,9 @@ def cut_to_rows(
         pieces = fit_to_length(sequence.trained, data.max_length, data.overflow, len(lead))
         for piece, trained in pieces:
             begin = np.asarray(lead if piece.start else [], np.uint32)
-            flags = np.concatenate([np.zeros(len(begin), np.bool_), trained])
-            rows.append((np.concatenate([begin, tokens[piece]]), flags))
-            n_trained += int(trained.sum())
+            weights = np.concatenate([np.zeros(len(begin), np.float32), trained])
+            rows.append((np.concatenate([begin, tokens[piece]]), weights))
+            n_trained += int(np.count_nonzero(trained))
             n_repeated += int(kept[piece].sum())
             kept[piece] = True
         n_kept += int(kept.sum())
@@ -98,7 +98,7 @@ def cut_to_rows(
             answers_trained_without_their_end=n_cut,
             trained_turns_lost=sum(len(sequence.turns) for sequence in whole) - n_turns,
             tokens_lost=sum(len(sequence.input_ids) for sequence in whole) - n_kept,
-            trained_tokens_lost=sum(sum(s.trained[1:]) for s in whole) - n_trained,
+            trained_tokens_lost=sum(sum(map(bool, s.trained[1:])) for s in whole) - n_trained,
             tokens_repeated_as_context=n_repeated,
         )
     return rows
@@ -106,16 +106,16 @@ def cut_to_rows(
 
 def fit_to_length(
     trained: npt.ArrayLike, max_length: int, overflow: str, n_lead: int = 0
-) -> list[tuple[slice, npt.NDArray[np.bool_]]]:
-    """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
+) -> list[tuple[slice, npt.NDArray[np.float32]]]:
+    """Cut a sequence with the weights `trained`, [tokens], to at most `max_length` tokens.
 
-    Returns the slice of each piece that trains something, and its trained flags; pieces behind the
+    Returns the slice of each piece that trains something, and its weights; pieces behind the
     first leave room for `n_lead` tokens. With `error` it raises RecordError instead.
     """
     # The first token of a piece has no predecessor: it is untrained. Pieces of `split` and `turns`
     # overlap by one token, context alone in the later piece: each trained token is in exactly one.
-    flags = np.asarray(trained, np.bool_)
-    n_tokens = len(flags)
+    weights = np.asarray(trained, np.float32)
+    n_tokens = len(weights)
     starts = [0]
     if n_tokens > max_length:
         if overflow == "error":
@@ -127,8 +127,8 @@ def fit_to_length(
     for start in starts:
         room = max_length - (n_lead if start else 0)
         piece = slice(start, min(start + room, n_tokens))
-        piece_trained = flags[piece].copy()
-        piece_trained[:1] = False
+        piece_trained = weights[piece].copy()
+        piece_trained[:1] = 0
         if piece_trained.any():
             pieces.append((piece, piece_trained))
     return pieces

@@ -27,6 +27,7 @@ MARKS = {
     **dict.fromkeys(("loss", "loss_mask", "loss_weight"), True),
     "masked": False,
 }
+WEIGHTS = ("weight", "loss_weight")  # of MARKS: between 0 and 1 a turn counts by so much
 _MEDIA = re.compile(r"(image|picture|video|audio)s?")
 
 
@@ -52,10 +53,10 @@ class Conversation:
         return turns if self.tools is None else turns | {"tools": self.tools}
 
     @property
-    def train_flags(self) -> dict[int, bool]:
-        """Whether a message is to be trained, by its index, for those whose marks say it."""
-        flags = ((i, train_flag(message)) for i, message in enumerate(self.messages))
-        return {i: flag for i, flag in flags if flag is not None}
+    def weights(self) -> dict[int, float]:
+        """The weight of a message, from 0 to 1, by its index, for those whose marks say it."""
+        weights = ((i, weight_of(message)) for i, message in enumerate(self.messages))
+        return {i: weight for i, weight in weights if weight is not None}
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,13 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens as they are, without padding. `loss_mask`: which are trained, if the record says."""
+    """Tokens as they are, without padding. `loss_mask`: which are trained, if the record says.
+
+    A float in it is a weight.
+    """
 
     input_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...] | None = None
+    loss_mask: tuple[float, ...] | None = None
 
     @property
     def content(self) -> dict[str, Any]:
@@ -94,10 +98,10 @@ def tool_function(call: dict[str, Any]) -> dict[str, Any]:
     return function
 
 
-def train_flag(message: Message) -> bool | None:
-    """Return whether a message asks to be trained or not; None if it says neither."""
-    marks = (bool(message[m]) == yes for m, yes in MARKS.items() if message.get(m) is not None)
-    return next(marks, None)
+def weight_of(message: Message) -> float | None:
+    """Return the weight that the marks of a message ask for; None if it has no mark."""
+    marks = ((yes, message[m]) for m, yes in MARKS.items() if message.get(m) is not None)
+    return next((float(value if yes else not value) for yes, value in marks), None)
 
 
 def from_json(value: Any) -> Any:

@@ -40,6 +40,7 @@ class Turn:
     end: int
     appended: bool  # the stop token that ends it, which the template does not write
     has_longer_prompt: bool  # with a part that the conversation's text leaves out
+    weight: float = 1.0  # of its tokens in the loss
 
 
 class RenderedChat:

@@ -94,6 +94,7 @@ class Step:
     rows: Rows
     lengths: np.ndarray  # tokens of each of rows.members
     trained_counts: np.ndarray  # trained tokens of each
+    trained_weights: np.ndarray  # the sum of their weights
     end: Position
 
     @property
@@ -109,6 +110,11 @@ class Step:
     @property
     def trained_tokens(self) -> int:
         return int(self.trained_counts.sum())
+
+    @property
+    def trained_weight(self) -> float:
+        """The sum of the weights of its trained tokens, by which its loss is divided."""
+        return float(self.trained_weights.sum())
 
     def micro_batches(
         self, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int
@@ -201,6 +207,7 @@ class Schedule:
                 is_epoch_end = end == len(rows)
                 after = Position(number, epoch + is_epoch_end, 0 if is_epoch_end else end)
                 part = rows.part(begin, end)
-                lengths, trained = dataset.lengths, dataset.trained_counts
-                yield Step(epoch, part, lengths[part.members], trained[part.members], after)
+                columns = dataset.lengths, dataset.trained_counts, dataset.trained_weights
+                lengths, counts, weights = (column[part.members] for column in columns)
+                yield Step(epoch, part, lengths, counts, weights, after)
             epoch, first = epoch + 1, 0

@@ -44,7 +44,7 @@ _CHUNKS_PER_WORKER = 4
 class SetChunk(RecordSums):
     """The records of one chunk that belong to one set."""
 
-    # Of each its token ids uint32 [length], trained flags bool [length] and the record's index.
+    # Of each its token ids uint32 [length], weights float32 [length] and the record's index.
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     hashes: list[RecordHash] = field(default_factory=list)
 

@@ -1,4 +1,5 @@
-"""The loss: a sum over trained tokens, divided once by their number in the whole global batch.
+"""The loss: a sum over trained tokens, divided once by their number in the whole global batch, or
+both by their weights.
 
 Only the positions that predict a trained token reach the model's head. Projection and cross-entropy
 process them in chunks, and gradients are computed with the loss, so that no tensor of tokens x
@@ -38,14 +39,19 @@ _TRIED_ROWS = 512  # with fewer rows the compiler splits each row's sum over mor
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Return the summed negative log-likelihood of the trained tokens: nats, a float32 scalar."""
+    """Return the summed negative log-likelihood of the trained tokens: nats, a float32 scalar.
+
+    Each counts by its weight, if the batch has weights.
+    """
     # A mean over a micro-batch or a rank would weight tokens by where they happen to lie, and be
     # NaN where nothing is trained. A sum is zero there, with a graph: the backward of that batch
     # must join the collectives for which other ranks wait.
     head = model.get_output_embeddings()
     if not (isinstance(head, LossHead) and head.is_last):
-        logits = predicted_logits(model, batch)
-        return F.cross_entropy(logits.float(), batch.targets, reduction="sum")
+        logits = predicted_logits(model, batch).float()
+        if batch.weights is None:
+            return F.cross_entropy(logits, batch.targets, reduction="sum")
+        return F.cross_entropy(logits, batch.targets, reduction="none") @ batch.weights
     head.batch = batch
     try:
         return cast(torch.Tensor, model(**batch.inputs()).logits)
@@ -85,13 +91,13 @@ class LossHead(nn.Linear):
             logits = super().forward(predicting.unsqueeze(0))
             # No view, which it is with a bias: FSDP2 loses its hooks where one is changed in place.
             return logits if self.bias is None else logits.clone()
-        options = torch.is_grad_enabled(), self.device_type
+        options = torch.is_grad_enabled(), self.device_type, self.batch.weights
         arguments = (predicting, self.weight, self.bias, self.batch.targets, *options)
         return cast(torch.Tensor, _SummedCrossEntropy.apply(*arguments))
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """sum_i logsumexp(W h_i + b) - (W h_i + b)[target_i], and its gradients, chunk by chunk.
+    """sum_i w_i (logsumexp(W h_i + b) - (W h_i + b)[target_i]), its gradients, chunk by chunk.
 
     Matrix products are in the dtype of their operands, as in the plain head; softmax, loss and the
     sums over chunks in float32.
@@ -106,6 +112,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,  # (n,)
         wants_gradients: bool,
         device_type: str,
+        weights: torch.Tensor | None = None,  # float32 (n,); None: all are 1
     ) -> torch.Tensor:
         vocabulary, is_float32 = weight.shape[0], hidden.dtype == torch.float32
         chunk_bytes = _CHUNK_BYTES[device_type]
@@ -130,7 +137,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
             # `.data` hides the base of a view: for another base torch.compile would compile again.
-            add_loss(loss, chunk_logits.data, chunk_targets.data, wants_gradients, converted)
+            chunk_weights = None if weights is None else weights[start : start + rows, None].data
+            given = (chunk_logits.data, chunk_targets.data, wants_gradients, converted)
+            add_loss(loss, *given, chunk_weights)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)
         ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
@@ -141,7 +150,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place: one backward uses them up
         scaled = (None if each is None else each.mul_(loss_gradient) for each in gradients)
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 def _add_loss(
@@ -150,20 +159,25 @@ def _add_loss(
     chunk_targets: torch.Tensor,  # [n, 1]
     wants_gradients: bool,
     converted: torch.Tensor,  # float32 [rows at a time, vocabulary]; empty for float32 logits
+    chunk_weights: torch.Tensor | None = None,  # float32 [n, 1]
     _: Any = None,
 ) -> None:
     """Add a chunk's loss to `loss`. If gradients are wanted, overwrite the logits with theirs."""
     rows_at_once = len(converted) or len(chunk_logits)
-    for logits, wanted in zip(
-        chunk_logits.split(rows_at_once), chunk_targets.split(rows_at_once), strict=True
-    ):
+    for begin in range(0, len(chunk_logits), rows_at_once):
+        rows = slice(begin, begin + rows_at_once)
+        logits, wanted = chunk_logits[rows], chunk_targets[rows]
+        weights = None if chunk_weights is None else chunk_weights[rows]
         softmax = converted[: len(logits)].copy_(logits) if len(converted) else logits
         target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
         torch.softmax(softmax, 1, out=softmax)
         # log sum exp = the largest logit - its log-probability.
-        loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
+        losses = largest - softmax.amax(1, keepdim=True).log() - target_logits
+        loss += (losses if weights is None else losses * weights).sum()
         if wants_gradients:
             softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
+            if weights is not None:
+                softmax.mul_(weights)
             logits.copy_(softmax)
 
 
@@ -191,11 +205,11 @@ def compile_loss(
     with torch.no_grad():
         for wants_gradients in (True, False) if evaluates else (True,):
             loss = torch.zeros((), device=device)
-            add_loss(loss, logits, targets, wants_gradients, logits[:0].float())
+            add_loss(loss, logits, targets, wants_gradients, logits[:0].float(), None)
 
 
 def _planned_add_loss(
-    _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, ___: Any
+    _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, *___: Any
 ) -> None:
     """Stand for the compiled `_add_loss_at_once` in a plan, with the same kernels and bytes."""
     chunk_logits.amax(1)
@@ -210,6 +224,7 @@ def _add_loss_at_once(
     chunk_targets: torch.Tensor,
     wants_gradients: bool,
     _: torch.Tensor,
+    chunk_weights: torch.Tensor | None = None,
     target_logits: torch.Tensor | None = None,
 ) -> None:
     """Do as `_add_loss`, in a form that compiles into few kernels with no float32 in memory."""
@@ -218,12 +233,13 @@ def _add_loss_at_once(
         target_logits = logits.gather(1, chunk_targets)
     largest = logits.amax(1, keepdim=True)
     log_total = (logits - largest).exp().sum(1, keepdim=True).log()
-    loss += (largest + log_total - target_logits).sum()
+    weights = 1.0 if chunk_weights is None else chunk_weights
+    loss += ((largest + log_total - target_logits) * weights).sum()
     if wants_gradients:
         words = torch.arange(logits.shape[1], device=logits.device)
         # Computed again: the compiler may keep the exponentials in memory if two sums read them.
         probabilities = (logits - largest - log_total).exp()
-        chunk_logits.copy_(probabilities - (words == chunk_targets).float())
+        chunk_logits.copy_((probabilities - (words == chunk_targets).float()) * weights)
 
 
 class _Gradients:

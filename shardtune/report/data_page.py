@@ -12,7 +12,14 @@ import jinja2
 
 from shardtune.errors import UserError
 from shardtune.report.draw import COLOURS, histogram_svg
-from shardtune.report.inspect_data import ShownSequence, lines, places_of, sequences, tokenized
+from shardtune.report.inspect_data import (
+    ShownSequence,
+    counts,
+    lines,
+    places_of,
+    sequences,
+    tokenized,
+)
 from shardtune.report.page import require_page
 
 _RECORDS_ON_PAGE = 50
@@ -63,9 +70,9 @@ def write_data_page(
 
 def _shown(tokenizer: Any, sequence: ShownSequence) -> dict[str, Any]:
     """Return a sequence for the page: its runs of text, each with whether it is trained."""
-    record, place, source, tokens, trained = sequence
+    record, place, source, tokens, trained, weights = sequence
     of = f" ({source})" if source else ""
-    title = f"Record {record}{of}: {len(tokens)} tokens, {sum(trained)} trained"
+    title = f"Record {record}{of}: {counts(trained, weights)}"
     return {"title": title, "place": place, "runs": [*_runs(tokenizer, tokens, trained)]}
 
 

@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ class ShownSequence(NamedTuple):
     source: str  # empty where the sources have no names
     tokens: list[int]
     trained: list[bool]
+    weights: dict[str, list[float]]  # `weights` of the tokens, if any lies between 0 and 1
 
 
 def inspect_data(
@@ -57,13 +59,14 @@ def inspect_data(
     """
     config, encoder, prepared = tokenized(config_path, assignments)
     n_shown = n_records if n_records is not None or as_json else RECORDS_IN_PICTURE
-    for record, place, source, tokens, trained in sequences(config.data, prepared.train, n_shown):
+    for shown in sequences(config.data, prepared.train, n_shown):
+        record, place, source, tokens, trained, weights = shown
         if as_json:
-            shown = {"record": record, "input_ids": tokens, "trained": trained, "place": place}
-            print(json.dumps(shown | ({"source": source} if source else {})))
+            fields = {"record": record, "input_ids": tokens, "trained": trained, "place": place}
+            print(json.dumps(fields | ({"source": source} if source else {}) | weights))
         else:
             of = f" ({source})" if source else ""
-            print(f"Record {record}{of} of {place}: {len(tokens)} tokens, {sum(trained)} trained")
+            print(f"Record {record}{of} of {place}: {counts(trained, weights)}")
             print(picture(encoder.tokenizer, tokens, trained) + "\n")
     said = lines(prepared)
     if encoder.tokenizer.chat_template:
@@ -92,10 +95,26 @@ def sequences(
     stop = len(train) if n_records is None else np.searchsorted(train.record, n_records)
     record, place = -1, ""
     for i in range(stop):
-        tokens, trained = (column.tolist() for column in train[i])
         while record < train.record[i]:
             record, place = next(places)
-        yield ShownSequence(record, place, sources[train.source[i]], tokens, trained)
+        yield ShownSequence(record, place, sources[train.source[i]], *columns(train, i))
+
+
+def columns(train: TokenDataset, i: int) -> tuple[list[int], list[bool], dict[str, list[float]]]:
+    """Return a sequence's tokens, whether each is trained, and `weights` if any is not 0 or 1."""
+    tokens, weights = train[i]
+    texts = (
+        map(str, weights) if ((weights > 0) & (weights < 1)).any() else ()
+    )  # 0.3, not 0.30000001
+    shown = [float(text) for text in texts]
+    return tokens.tolist(), (weights > 0).tolist(), {"weights": shown} if shown else {}
+
+
+def counts(trained: Sequence[bool], weights: Mapping[str, Sequence[float]]) -> str:
+    """Return the numbers of a sequence's tokens, of the trained ones, and of those by weight."""
+    by_weight = sorted(Counter(filter(None, weights.get("weights", ()))).items())
+    said = ", ".join(f"{n} by {weight:g}" for weight, n in by_weight)
+    return f"{len(trained)} tokens, {sum(trained)} trained" + (f" ({said})" if said else "")
 
 
 def lines(prepared: PreparedData) -> list[str]:

@@ -22,7 +22,7 @@ from shardtune.data.schedule import (
     source_weights,
 )
 from shardtune.errors import UserError
-from shardtune.report.inspect_data import log_to_stderr, picture, places_of
+from shardtune.report.inspect_data import columns, counts, log_to_stderr, picture, places_of
 from shardtune.report.read_run import Entry, RunRecord, read_run
 
 _OF_ORDER = ("run.seed", "data.train", "data.max_length", "data.packing")
@@ -60,16 +60,17 @@ def show_step(config_path: Path, assignments: Sequence[str], number: int, as_jso
         file=sys.stderr if as_json else sys.stdout,
     )
     for data_rank, micro_batch, row, sequence in _sequences_of(step, start):
-        tokens, trained = (column.tolist() for column in train[sequence])
+        tokens, trained, weights = columns(train, sequence)
         record = int(train.record[sequence])
         if as_json:
             position = {"step": number, "data_rank": data_rank, "micro_batch": micro_batch}
             content = {"record": record, "input_ids": tokens, "trained": trained}
-            print(json.dumps(position | {"row": row} | content | {"place": places[record]}))
+            place = {"place": places[record]}
+            print(json.dumps(position | {"row": row} | content | place | weights))
         else:
             print(
                 f"\nData rank {data_rank}, micro-batch {micro_batch}, row {row}: record {record} "
-                f"of {places[record]}: {len(tokens)} tokens, {sum(trained)} trained"
+                f"of {places[record]}: {counts(trained, weights)}"
             )
             print(picture(encoder.tokenizer, tokens, trained))
 

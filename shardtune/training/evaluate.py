@@ -33,7 +33,8 @@ from shardtune.training.prompts import Prompt, UnfinishedTexts, choose_prompts, 
 from shardtune.training.run import Run
 
 # Each metric sums something over the trained tokens of a batch, in a forward of its own. Its mean
-# goes into the log and into metrics.jsonl. None: the loss that the steps minimise.
+# (where tokens have weights: over their sum) goes into the log and into metrics.jsonl. None: the
+# loss that the steps minimise.
 METRICS: dict[str, Measure | None] = {"loss": None}
 
 
@@ -44,14 +45,15 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
     the evaluation short.
     """
     context.run.world.progress.enter(Phase.EVALUATING, step)
-    sums: dict[str, tuple[np.ndarray, int]] = {}
+    sums: dict[str, tuple[np.ndarray, int, float]] = {}
     for name, dataset in context.data.eval.items():
         of_set = _sums(context, dataset, stop)
         if of_set is None:
             return False
-        sums[name] = of_set.cpu().numpy(), int(dataset.trained_counts.sum())
-    of_sets, token_counts = zip(*sums.values(), strict=True)
-    entries = [_entry(step, np.sum(of_sets, 0), sum(token_counts))]
+        n_trained, weight = dataset.trained_counts.sum(), dataset.trained_weights.sum()
+        sums[name] = of_set.cpu().numpy(), int(n_trained), float(weight)
+    of_sets, token_counts, weights = zip(*sums.values(), strict=True)
+    entries = [_entry(step, np.sum(of_sets, 0), sum(token_counts), sum(weights))]
     entries += [_entry(step, *sums[name]) | {"set": name} for name in sums if name]
     label, at_step = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
     for entry in entries:
@@ -69,8 +71,8 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
     return True
 
 
-def _entry(step: int, sums: np.ndarray, tokens: int) -> EvalEntry:
-    means: Any = dict(zip(METRICS, (sums / tokens).tolist(), strict=True))
+def _entry(step: int, sums: np.ndarray, tokens: int, weight: float) -> EvalEntry:
+    means: Any = dict(zip(METRICS, (sums / weight).tolist(), strict=True))
     loss = means.pop("loss")  # nats per token
     perplexity = math.inf if loss >= 709 else math.exp(loss)  # exp overflows a float there
     entry = EvalEntry(kind="eval", step=step, loss=loss, perplexity=perplexity, tokens=tokens)

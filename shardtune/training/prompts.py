@@ -28,8 +28,8 @@ def choose_prompts(sets: Iterable[TokenDataset], count: int) -> list[Prompt]:
 def _prompts(dataset: TokenDataset) -> Iterable[Prompt]:
     for number in np.flatnonzero(dataset.begins_record):
         tokens, trained = dataset[int(number)]
-        begin = int(trained.argmax())
-        end = begin + int(np.append(trained[begin:], False).argmin())
+        begin = int((trained > 0).argmax())
+        end = begin + int((np.append(trained[begin:], 0) > 0).argmin())
         if begin < 2:  # a text has no prompt: the model continues its first half
             begin = len(tokens) // 2
         if trained.any() and 0 < begin < end:

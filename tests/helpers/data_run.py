@@ -81,7 +81,7 @@ class Run:
         """Text and trained text of each sequence of the training set."""
         decode = self.encoder.tokenizer.decode
         rows = [self.prepared.train[i] for i in range(len(self.prepared.train))]
-        return [(decode(tokens), decode(tokens[trained])) for tokens, trained in rows]
+        return [(decode(tokens), decode(tokens[trained > 0])) for tokens, trained in rows]
 
 
 def chat(question: Any, answer: Any = "fine", **fields: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from helpers.chats import sentence, write_jsonl
 from helpers.commands import read_metrics
 
-Encoded = tuple[list[int], list[bool]]
+Encoded = tuple[list[int], list[float]]  # the tokens, and how much each counts as a target
 
 # Trained tokens as uneven as they get, in records of about one length: whatever averages over
 # records, rows, micro-batches or ranks before it sums is wrong by a percent, 500 times the
@@ -47,27 +47,28 @@ def uneven_chats() -> list[dict[str, Any]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> Encoded:
-    """The ids of a conversation in ChatML, and which of them the assistant says: its contents, each
-    with its end."""
+    """The ids of a conversation in ChatML, and the weight of each that the assistant says: its
+    contents, each with its end."""
     text, spans = "", []
     for message in record["messages"]:
         text += f"<|im_start|>{message['role']}\n"
         begin = len(text)
         text += f"{message['content']}<|im_end|>"
         if message["role"] == "assistant":
-            spans.append((begin, len(text)))
+            spans.append((begin, len(text), message.get("weight", 1)))
         text += "\n"
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoded["input_ids"], [
-        any(a <= start < b for a, b in spans) for start, _ in encoded["offset_mapping"]
+        sum(weight for a, b, weight in spans if a <= start < b)
+        for start, _ in encoded["offset_mapping"]
     ]
 
 
-def summed_nll(model: Any, ids: list[int], trained: list[bool]) -> torch.Tensor:
+def summed_nll(model: Any, ids: list[int], trained: list[float]) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nll = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
-    return nll[torch.tensor(trained[1:])].double().sum()
+    return nll.double() @ torch.tensor(trained[1:], dtype=torch.float64)
 
 
 @dataclass

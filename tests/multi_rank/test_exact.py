@@ -4,6 +4,7 @@ product."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish, read_metrics
-from helpers.exact import APART, STEPS, TWO_ROWS, Mesh
+from helpers.exact import APART, RATE, STEPS, TWO_ROWS, Mesh
 from helpers.plain_training import (
     MAX_LENGTH,
     ROWS_PACKED,
@@ -21,6 +22,7 @@ from helpers.plain_training import (
     encode,
     on_uneven_chats,
     plain_perplexity,
+    plain_training,
     step_losses,
     summed_nll,
     uneven_chats,
@@ -76,6 +78,37 @@ def test_losses_norms_and_weights_equal_plain_pytorch(family, mesh, more, check_
     (said,) = check_exact(family, [mesh], more)
     assert f"Rows per epoch: {ROWS_PACKED * (1 + bool(more))} of" in said
     assert f"Steps per epoch: 1 | Total steps: {STEPS}" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "more"),
+    [
+        ("qwen3", Mesh(2), []),
+        pytest.param("glm", Mesh(1), [APART, TWO_ROWS], marks=FULL),
+        pytest.param("llama", Mesh(4, stages=2, context=2), [], marks=FULL),
+        pytest.param("tied_llama", Mesh(2, tensor=2), [], marks=FULL),
+    ],
+)
+def test_turns_that_count_a_fraction_equal_plain_pytorch(
+    family, mesh, more, sharp, tokenizer, tmp_path
+):
+    """Sums of weighted losses over sums of weights, in steps and in the evaluation."""
+    records = uneven_chats()
+    for record, weight in zip(records, [0.5, 1, 0.25, 0.75, 0.1, 0.0, 0.5, 0.9] * 2, strict=True):
+        record["messages"][1]["weight"] = weight
+    given = on_uneven_chats(sharp[family], tmp_path, *mesh.assignments(*more), records=records)
+    given += [f"train.epochs={STEPS}", f"data.eval={tmp_path / 'train.jsonl'}"]
+    said = finish(train(mesh.ranks, *given, cwd=tmp_path))
+    encoded = [encode(tokenizer, record) for record in records]
+    expected = plain_training(sharp[family], encoded, (RATE,) * STEPS)
+    assert_same_steps(tmp_path / "run", expected)
+    assert_same_weights(tmp_path / "run", expected)
+    baseline = read_metrics(tmp_path / "run", "eval")[0]
+    assert baseline["loss"] == pytest.approx(expected.losses[0], rel=1e-5)
+    counts = Counter(weight for _, trained in encoded for weight in trained[1:] if weight)
+    assert baseline["tokens"] == counts.total()
+    shares = ", ".join(f"{weight:g}: {n}" for weight, n in sorted(counts.items()))
+    assert f"data.train: trained tokens by weight | {shares}" in said
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,13 +49,17 @@ def gradients_of(loss: torch.Tensor, *tensors: torch.Tensor | None) -> list[torc
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize("weighted", [False, True])
 def test_loss_and_gradients_equal_plain_pytorch_in_float64(
-    chunk_rows, has_bias, scale, monkeypatch
+    chunk_rows, has_bias, scale, weighted, monkeypatch
 ):
     """Also where a softmax is so sharp that most probabilities are zero."""
     monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk_rows * 4 * 331)
     predicting = torch.arange(0, 60, 3)
     head, targets = a_head(16, 331, has_bias, torch.float32, predicting)
+    weights = torch.rand(20) if weighted else torch.ones(20)
+    assert head.batch
+    head.batch = replace(head.batch, weights=weights if weighted else None)
     hidden = (scale * torch.randn(2, 30, 16)).requires_grad_()
     got = head(hidden)
     found = gradients_of(got, hidden, head.weight, head.bias)
@@ -63,7 +68,7 @@ def test_loss_and_gradients_equal_plain_pytorch_in_float64(
         for x in (hidden, head.weight, *([head.bias] if has_bias else []))
     ]
     logits = F.linear(exact[0].flatten(0, 1)[predicting], *exact[1:])
-    expected = F.cross_entropy(logits, targets, reduction="sum")
+    expected = F.cross_entropy(logits, targets, reduction="none") @ weights.double()
     assert got.item() == pytest.approx(expected.item(), rel=1e-6)
     for mine, theirs in zip(found, gradients_of(expected, *exact), strict=True):
         torch.testing.assert_close(
@@ -124,9 +129,10 @@ def test_the_compiled_loss_is_the_eager_one_without_a_matrix_of_float32(dtype):
     def run(add_loss: Any, n: int, wants_gradients: bool) -> list[torch.Tensor]:
         loss, left = torch.zeros(()), logits[:n].clone()
         older = [left.gather(1, targets[:n])] if torch.__version__ < "2.13" else []
-        add_loss(loss, left, targets[:n], wants_gradients, converted, *older)
-        return [loss, left]
+        add_loss(loss, left, targets[:n], wants_gradients, converted, weights, *older)
+        return [loss, left if weights is None else left.float()]
 
+    weights: torch.Tensor | None = None
     found, (code, *others) = run_and_get_code(run, compiled, rows, True)
     assert not others and len(re.findall(r"^ +cpp_fused\w+\(", code, re.MULTILINE)) == 1
     sizes = re.findall(r"= empty_strided_cpu\(\((.*?)\), ", code)
@@ -139,6 +145,12 @@ def test_the_compiled_loss_is_the_eager_one_without_a_matrix_of_float32(dtype):
             strict=True,
         ):
             torch.testing.assert_close(mine, expected, rtol=spacing, atol=1e-6)
+    weights = torch.rand(rows, 1)
+    for mine, expected in zip(
+        run(compiled, rows, True), run(loss_module._add_loss, rows, True), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=spacing, atol=1e-6)
+    weights = None
     loss, left = run(compiled, rows, False)
     assert torch.equal(left, logits) and torch.equal(loss, found[0])
 

@@ -65,7 +65,8 @@ _FORMS = (
 # Marks of good answers in data that also has bad ones (KTO). Tables hold them as text.
 _LABELS = ("label", "kto_tag")
 _GOOD, _BAD = ("true", "1", "1.0"), ("false", "0", "0.0")
-_READ_ELSEWHERE = {"history", "loss_mask", *BESIDE_TURNS} - {"chat_template_kwargs"}
+_MASKS = {"loss_mask", "loss_weights"}
+_READ_ELSEWHERE = {"history", *_MASKS, *BESIDE_TURNS} - {"chat_template_kwargs"}
 _MEDIA_TAG = re.compile(r"<(image|video|audio)>")
 
 
@@ -152,7 +153,7 @@ def _refuse_lost(form: Form, fields: Mapping[str, Any], unread: Iterable[str]) -
     for name in unread:
         if name in _READ_ELSEWHERE and (value := fields.get(name)) and value != "[]":
             what = f"has {name} beside {' and '.join(form.fields)}, which do not use it"
-            as_chat = f"{form.as_chat}, or " if form.as_chat and name != "loss_mask" else ""
+            as_chat = f"{form.as_chat}, or " if form.as_chat and name not in _MASKS else ""
             raise RecordError(f"{what} - write {as_chat}{_leaving_out(name)} to leave it out")
         if name == "role" and not form.has_answers:
             what = "has role beside text, so it is one message of a conversation"

@@ -9,7 +9,7 @@ from shardtune.data.forms.turns import Fields
 from shardtune.data.records import Outcome, RecordError, TokenRow, require
 
 FIELDS = ("input_ids",)
-TRAINED_TOKENS = ("labels", "loss_mask")  # what says which tokens are trained
+TRAINED_TOKENS = ("labels", "loss_mask", "loss_weights")  # what says which tokens are trained
 BESIDE = (*TRAINED_TOKENS, "attention_mask", "position_ids")
 # Names of other tools for loss_mask, and for where the documents of a packed row begin.
 _MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
@@ -21,6 +21,7 @@ _REMEDIES = {
     "attention_mask": "1, or 0 for padding before or behind all",
     "labels": "-100, or where it is trained the token itself: labels are not shifted",
     "loss_mask": "1 where the token is trained, else 0",
+    "loss_weights": "a number from 0, which trains nothing, to 1",
     "position_ids": "0, 1, 2, ..., with a record for each document: data.packing packs them",
 }
 
@@ -43,23 +44,25 @@ def read(fields: Fields) -> TokenRow:
         "attention_mask": lambda i, value: value == 1,
         "labels": lambda i, value: type(value) is int and value in (_UNTRAINED, ids[i]),
         "loss_mask": lambda i, value: value in (0, 1),
+        "loss_weights": lambda i, value: isinstance(value, (int, float)) and 0 <= value <= 1,
         "position_ids": lambda i, value: value in (i - begin, i),
     }
     for name, column in columns.items():
         wrong = (i for i in range(begin, end) if not checks[name](i, column[i]))
         if (i := next(wrong, -1)) >= 0:
             require(False, f"{name}[{i}]", column[i], _REMEDIES[name])
-    no = {"labels": _UNTRAINED, "loss_mask": 0}
-    flags = [
-        tuple(value != no[name] for value in columns[name][begin:end])
-        for name in TRAINED_TOKENS
-        if name in columns
-    ]
-    if flags and flags[0][1:] != flags[-1][1:]:  # nothing predicts the first token
-        raise RecordError("labels and loss_mask contradict each other - keep one of them")
+    given = {name: columns[name][begin:end] for name in TRAINED_TOKENS if name in columns}
+    flags: dict[str, tuple[float, ...]] = {
+        name: tuple(value != (_UNTRAINED if name == "labels" else 0) for value in values)
+        for name, values in given.items()
+    }
+    if len({each[1:] for each in flags.values()}) > 1:  # nothing predicts the first token
+        raise RecordError(f"{' and '.join(flags)} contradict each other - keep one of them")
     if end - begin < len(ids):
         fields.notes.append((Outcome.PADDING_CUT, ""))
-    return TokenRow(tuple(ids[begin:end]), flags[0] if flags else None)
+    if "loss_weights" in given:
+        flags = {"loss_weights": tuple(map(float, given["loss_weights"]))}
+    return TokenRow(tuple(ids[begin:end]), next(iter(flags.values()), None))
 
 
 def refuse(fields: Mapping[str, Any], unread: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from shardtune.data.records import (
     MARKS,
     REASONING_KEYS,
+    WEIGHTS,
     Message,
     Note,
     Outcome,
@@ -19,7 +20,7 @@ from shardtune.data.records import (
     from_json,
     is_media,
     require,
-    train_flag,
+    weight_of,
     without_nulls,
 )
 
@@ -140,20 +141,24 @@ def _untrained_by(where: str, message: Message) -> str:
         raise RecordError(f"{where} has train_detail, which marks characters - mark turns by train")
     names = [name for name in MARKS if name in message]
     for name in names:
-        is_mark = isinstance(message[name], (bool, int, float)) and message[name] in (0, 1)
+        value, is_weight = message[name], name in WEIGHTS
+        is_mark = isinstance(value, (bool, int, float)) and (
+            value in (0, 1) or (is_weight and 0 < value < 1)
+        )
         no, yes = ("true or 1", "false or 0") if name == "masked" else ("false or 0", "true or 1")
         remedy = f"{yes} to train this turn, {no} not to"
-        require(is_mark, f"{where}: {name}", message[name], remedy)
+        remedy += ", a number between to train it by so much" if is_weight else ""
+        require(is_mark, f"{where}: {name}", value, remedy)
     if not names:
         return ""
-    senses = {bool(message[name]) == MARKS[name] for name in names}
-    if len(senses) > 1:
+    weights = {weight_of({name: message[name]}) for name in names}
+    if len(weights) > 1:
         raise RecordError(f"{where}: {' and '.join(names)} contradict each other - write one")
     is_answer = message["role"] == "assistant"
-    if True in senses and not is_answer:
+    if weights != {0.0} and not is_answer:
         said = f"is to be trained, by its {' and '.join(names)}"
         raise RecordError(f"{where} {said} - remove that: only assistant turns are generated")
-    return names[0] if is_answer and False in senses else ""
+    return names[0] if is_answer and weights == {0.0} else ""
 
 
 def _unify_calls(where: str, message: Message) -> None:
@@ -202,11 +207,11 @@ def _calls_in_text(where: str, content: Any) -> list[Any]:
 
 def _joined(where: str, before: Message, call: Message) -> Message:
     """Return an assistant turn with the calls of the turn behind it."""
-    flags = {train_flag(before), train_flag(call)}
-    if len(flags) > 1 and False in flags:
+    weights = {weight_of(before), weight_of(call)}
+    if len(weights) > 1 and weights != {None, 1.0}:
         what = f"{where} is one turn with that before it, and their marks differ"
         raise RecordError(f"{what} - give both the same")
-    mark = {"train": True} if True in flags else {}
+    mark = {"train": True} if 1.0 in weights else {}
     return before | mark | {"tool_calls": [*(before.get("tool_calls") or []), *call["tool_calls"]]}
 
 

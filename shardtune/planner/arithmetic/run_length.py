@@ -84,7 +84,8 @@ class _Lengths(TokenDataset):
     """A dataset of lengths alone, which is all that a schedule reads."""
 
     def __init__(self, samples: Sequence[_Sample]) -> None:
-        self.lengths = self.trained_counts = np.concatenate([sample.lengths for sample in samples])
+        self.lengths = np.concatenate([sample.lengths for sample in samples])
+        self.trained_counts = self.trained_weights = self.lengths
         sources = [np.full(len(sample.lengths), n) for n, sample in enumerate(samples)]
         self.source = np.concatenate(sources)
         begins = [np.diff(sample.records, prepend=-1) != 0 for sample in samples]

@@ -66,7 +66,7 @@ class StepObserver:
 def all_gather_step_stats(
     nll_sum: torch.Tensor,  # float64, scalar, on the device
     squared_grad_norm: torch.Tensor,  # float64, scalar, on the device
-    trained_tokens: int,  # in the global batch
+    trained_weight: float,  # the sum of the weights of trained tokens in the global batch
     must_stop: bool,
     expert_tokens: torch.Tensor,  # float64 [experts of all layers]
     world: World,
@@ -85,7 +85,7 @@ def all_gather_step_stats(
     nll_sums, squared_norms, stops, memory, reserved, data = per_rank[:, :6].unbind(dim=1)
     group_size = world.expert_mesh["expert"].size() if world.expert_mesh else world.size
     per_group = per_rank[:, 6:].unflatten(0, (-1, group_size)).sum(dim=1)
-    loss = nll_sums.sum() / max(1, trained_tokens)
+    loss = nll_sums.sum() / (trained_weight or 1)
     grad_norm = squared_norms.sum().sqrt()
     # Each rank sums the same numbers in the same order, so that all have the same loss to the bit.
     largest = [each.amax() for each in (stops, memory, reserved, data)]
