@@ -37,6 +37,7 @@ Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], Field(strict=False)]
 Steps = Annotated[tuple[Count, Count], Field(strict=False)]
 Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
+NamesOrNone = Annotated[tuple[Text, ...], Field(strict=False)]
 LossOn = Literal["assistant", "last", "all"]
 # The log has these names in lines of their own, and `Step.*Loss` must not match them.
 EvalName = Annotated[str, Field(pattern=r"^(?!.*Step)[\w.-]+$")]
@@ -74,6 +75,8 @@ class ModelConfig(Section):
 
     path: PathText = Field(examples=["zai-org/GLM-4.5-Air"])
     """Hub id or local directory of a causal language model."""
+    new_tokens: NamesOrNone = ()
+    """Texts that become tokens. Not built yet: a text is refused."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random`: draw the weights from the model's config alone, for rehearsals and benchmarks."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -296,6 +299,10 @@ class LoraConfig(Section):
     targets: Literal["all-linear", "attention", "experts"] | Text | Names = "all-linear"
     """Modules with adapters, by group or name. `all-linear`: attention, MLPs and experts; no
     router, no head."""
+    rows: Literal["new", "none"] = "new"
+    """Rows of the embedding and the head that train beside the factors: those of new tokens."""
+    whole: NamesOrNone = ()
+    """Modules that train whole beside the factors. Not built yet: a name is refused."""
 
     @property
     def scaled_by(self) -> float:

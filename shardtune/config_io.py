@@ -299,6 +299,9 @@ def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> It
                 f"for {key}={_to_yaml(degree)}, which {work} document attention - use "
                 f"model.attention=auto, or {key}=1"
             )
+    for key in ("model.new_tokens", "lora.whole"):
+        if values.get(key):
+            yield f"{key} ({origins[key]}) is not built yet - leave it out"
     sources, columns = (values.get(key) for key in ("data.train", "data.columns"))
     if isinstance(sources, list):
         said = f"data.train ({origins['data.train']})"

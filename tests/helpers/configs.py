@@ -25,7 +25,8 @@ train: {epochs: 3, max_steps: null, micro_batch_size: 1, gradient_accumulation_s
   max_grad_norm: 1.0}
 optimizer: {offload: false, name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001,
   weight_decay: 0.0}
-lora: {rank: null, alpha: null, rslora: false, dropout: 0.0, targets: all-linear}
+lora: {rank: null, alpha: null, rslora: false, dropout: 0.0, targets: all-linear,
+       rows: new, whole: []}
 scheduler: {name: cosine, warmup_ratio: 0.03, min_lr_ratio: 0.1}
 eval: {baseline: true, every_steps: 0, keep_best: false, samples: 0, sample_tokens: 64}
 checkpoint: {every_steps: 500, keep: 2, mode: async, mirror: auto}
