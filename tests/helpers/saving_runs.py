@@ -19,7 +19,6 @@ from shardtune.checkpoint.manifest import find_checkpoints, step_of
 from shardtune.checkpoint.verify import check_files
 
 Completed = subprocess.CompletedProcess[str]
-MANY_STEPS = 400
 ENDLESS = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=1000")
 COMMAND = [
     "--config",
@@ -64,8 +63,8 @@ class Undisturbed:
         if count > len(self._seen):
             here = self._folders.mktemp("undisturbed") / "here"
             shutil.copytree(self._inputs, here)
-            steps = 40 if count <= 40 else MANY_STEPS
-            done = run(here, f"train.max_steps={steps}", "checkpoint.every_steps=0")
+            steps = f"train.max_steps={max(count, 40)}"
+            done = run(here, steps, "checkpoint.every_steps=0")
             assert done.returncode == 0, done.stderr
             self._seen = steps_of(here / "run")
         return self._seen[:count]

@@ -44,9 +44,10 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 @FULL
 def test_a_rank_that_ends_while_it_imports_is_named(folder):
     effect = f"threading.Timer(1, lambda: {KILL}).start()"
-    with two_nodes(folder, **while_it_imports(folder, "3", effect)) as nodes:
+    fault = while_it_imports(folder, "1", effect)
+    with two_nodes(folder, GPUS_PER_NODE="1", **fault) as nodes:
         nodes.wait_for_words("nodes agree")
-        line = f"rank 3 on {HOST}: ended by SIGKILL, before it had met the others - .*"
+        line = f"rank 1 on {HOST}: ended by SIGKILL, before it had met the others - .*"
         nodes.require_end(1, line)
         assert "Training Configuration" not in nodes.texts()[0]
 
@@ -89,7 +90,7 @@ def test_a_rank_that_ends_or_stops_is_named(ranks_per_node, rank, where, effect,
         if where == DATA:
             assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()
     if ranks_per_node == 2:
-        resumes(folder)
+        resumes(folder, GPUS_PER_NODE="1")
 
 
 @FULL

@@ -104,9 +104,7 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("glm", Mesh(1), []),
-                ("glm", Mesh(2, 2, context=2), [TWO_ROWS]),
-                ("glm", Mesh(4, 2, 2), [SELECTIVE]),
+                ("glm", Mesh(4, 2, 2, context=2), [TWO_ROWS, SELECTIVE]),
                 ("glm", Mesh(8), []),  # more ranks than experts
                 ("llama", Mesh(1), [COMPILED]),
                 ("experts", Mesh(2, 2), ["lora.targets=experts", FULL]),

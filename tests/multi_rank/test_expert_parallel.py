@@ -47,11 +47,11 @@ CASES: list[tuple[str, Mesh, Mesh, list[str]]] = [
     ("deepseek_v3", Mesh(2, 1), Mesh(2, 2), []),
 ]
 MATRIX = [  # each family, each mesh and each way to compute again once
-    ("gemma4_text", Mesh(2, 2), Mesh(8, 4, 2), []),
+    ("gemma4_text", Mesh(2, 2), Mesh(4, 4), []),
     ("gpt_oss", Mesh(4, 1, 2), Mesh(4, 2), [APART]),
-    ("qwen3_moe", Mesh(8, 2, 2), Mesh(16, 4, 2), [APART, FULL]),
+    ("qwen3_moe", Mesh(8, 2, 2), Mesh(8, 4, 2), [APART, FULL]),
     # Six experts in slices of one leave two ranks without.
-    ("gpt_oss_of_6", Mesh(8), Mesh(8, 1, 2), [APART, SELECTIVE]),
+    ("gpt_oss_of_6", Mesh(8), Mesh(4, 1, 2), [APART, SELECTIVE]),
 ]
 
 

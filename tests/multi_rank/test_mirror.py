@@ -30,19 +30,19 @@ from shardtune.checkpoint import durable_fs
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "export.final=false")
 MIRRORED = r"Mirrored checkpoint_(\d+): each node holds its neighbour's part \(.+ GB in \d+ s\)"
 COPY = "*/checkpoint_*/rank_*.partial"
-METRICS = "gets the metrics"  # of node 0
-# Where a leader dies: during a save, while copies are made, between both, while the oldest goes.
+# Where the leader of which node dies: during a save, while copies are made, between both, while the
+# oldest goes; at what makes a file count, that of either node.
 POINTS = {
-    "writes its file": ("write", "*/.checkpoint_0000006.*/rank_*"),
-    "writes the manifest": ("open", "*/.checkpoint_0000006.*/manifest.json"),
-    "completes": ("fsync", "*/.checkpoint_0000006.*/COMPLETE"),
-    "commits": ("rename", "*/.checkpoint_0000006.*"),
-    "opens a copy": ("open", COPY),
-    "writes a copy": ("write", COPY),
-    "syncs a copy": ("fsync", COPY),
-    "names a copy": ("rename", COPY),
-    METRICS: ("open", "*/metrics.tmp"),
-    "deletes the oldest": ("unlink", "*/.checkpoint_*.deleting/*"),
+    "writes its file": ("write", "*/.checkpoint_0000006.*/rank_*", [1]),
+    "writes the manifest": ("open", "*/.checkpoint_0000006.*/manifest.json", [0]),
+    "completes": ("fsync", "*/.checkpoint_0000006.*/COMPLETE", [1]),
+    "commits": ("rename", "*/.checkpoint_0000006.*", [0, 1]),
+    "opens a copy": ("open", COPY, [0]),
+    "writes a copy": ("write", COPY, [1]),
+    "syncs a copy": ("fsync", COPY, [0]),
+    "names a copy": ("rename", COPY, [0, 1]),
+    "gets the metrics": ("open", "*/metrics.tmp", [1]),  # of node 0
+    "deletes the oldest": ("unlink", "*/.checkpoint_*.deleting/*", [0]),
 }
 
 
@@ -88,14 +88,14 @@ def test_each_node_holds_its_neighbours_part(tmp_path, models, whole):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("point", "dead"),
-    [(point, dead) for point in POINTS for dead in (0, 1) if (point, dead) != (METRICS, 0)],
+    [(point, dead) for point, (_, _, nodes) in POINTS.items() for dead in nodes],
 )
 def test_a_node_that_dies_with_its_disk_loses_at_most_one_checkpoint(
     point, dead, tmp_path, models, whole
 ):
     """A fresh one starts, and the run goes on to the bit, without a part of an unfinished copy."""
     nodes = disks(tmp_path, models["glm"], 2, 1)
-    operation, path = POINTS[point]
+    operation, path, _ = POINTS[point]
     # Of copies the first of the second checkpoint: node 1 gets two files of each.
     nth = {COPY: 2 + dead, "*/metrics.tmp": 2}.get(path, 1)
     death = Fault(operation, path, kills(), rank=2 * dead, nth=nth)

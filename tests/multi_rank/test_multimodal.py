@@ -27,12 +27,8 @@ from shardtune.model.source import load_weights, text_model
 
 QUICK = ("qwen3_5_moe", "mistral3")
 MORE = [
-    ("gemma3", ["data.packing=false"]),
     ("qwen3_5_moe", ["data.packing=false"]),
-    ("glm5_next", ["data.packing=false"]),
     ("qwen3_5_moe", ["parallel.expert=2", "model.activation_checkpointing=full"]),
-    ("qwen3_vl_moe", ["parallel.expert=2"]),
-    ("mistral3", ["parallel.replicate=2"]),
     ("mistral3", ["parallel.stages=2", "train.gradient_accumulation_steps=8"]),
 ]
 CASES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import re
 import socket
 from datetime import datetime
@@ -20,6 +21,7 @@ from helpers.small_runs import SETTINGS, write_inputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtune.__main__ import run as run_command
+from shardtune.training.observers import sinks
 from shardtune.training.observers.sinks import scalars
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
@@ -42,10 +44,14 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 def train(folder: Path, *arguments: str, **env: str) -> str:
     given = ["--config", "config.yaml", *ARGUMENTS, *arguments]
-    # Forked ranks have the environment that the first of them had.
-    if env:
-        return finish(launch(2, *given, cwd=folder, env=env))
-    return finish(on_ranks(2, run_script, given, cwd=folder))
+    return finish(on_ranks(2, run_in, env, given, cwd=folder))
+
+
+def run_in(env: dict[str, str], arguments: list[str]) -> None:
+    """On a rank: wait no minute for the server of a tracker."""
+    os.environ |= env
+    sinks._OPEN_TIMEOUT_S = 5
+    run_script(arguments)
 
 
 @pytest.mark.full

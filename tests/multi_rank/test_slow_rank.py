@@ -58,7 +58,6 @@ def run_with_a_slow_rank(rank: int, work: str, arguments: list[str]) -> None:
     ("ranks", "mesh", "rank", "work"),
     [
         (2, "parallel.replicate=1", 1, "layers"),
-        pytest.param(4, "parallel.replicate=2", 2, "layers", marks=pytest.mark.full),
         pytest.param(2, "parallel.expert=2", 1, "experts", marks=pytest.mark.full),
         pytest.param(2, "parallel.replicate=1", 0, "data", marks=pytest.mark.full),
         pytest.param(2, "parallel.replicate=1", 1, "optimizer", marks=pytest.mark.full),

@@ -70,9 +70,7 @@ causal_conv1d_update = None
         ("qwen3_next", True),
         pytest.param("gpt_oss", False, marks=pytest.mark.full),
         pytest.param("qwen3_next", False, marks=pytest.mark.full),
-        pytest.param("gemma3_text", False, marks=pytest.mark.full),
         pytest.param("jamba", False, marks=pytest.mark.full),
-        pytest.param("mimo_v2_flash", False, marks=pytest.mark.full),
     ],
 )
 def test_numbers_are_those_of_a_cpu(family, has_kernels, tokenizer, tmp_path):

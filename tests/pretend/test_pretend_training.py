@@ -34,7 +34,7 @@ EXPERT_LAYERS, MICRO_BATCHES = 2, 2
 
 LORA, SELECTIVE = "lora.rank=8", "model.activation_checkpointing=selective"
 LONG_CASES = [
-    (2, "glm", [[], [LORA], [LORA, EXPERTS], [BF16], [BF16, EIGHT_BIT, EXPERTS]]),
+    (2, "glm", [[], [LORA, EXPERTS], [BF16, EIGHT_BIT, EXPERTS]]),
     (
         4,
         "glm",
@@ -44,8 +44,8 @@ LONG_CASES = [
             ["parallel.context=2", "parallel.stages=2"],
         ],
     ),
-    (2, "llama", [[], ["data.packing=false"], [LORA, FULL], [BF16], [EIGHT_BIT]]),
-    (4, "qwen3", [["parallel.replicate=2"], ["parallel.replicate=4"]]),
+    (2, "llama", [["data.packing=false"], [LORA, FULL], [BF16], [EIGHT_BIT]]),
+    (4, "qwen3", [["parallel.replicate=4"]]),
     (1, "glm", [[], [LORA]]),
 ]
 
