@@ -27,7 +27,7 @@ import torch.distributed as dist
 import xxhash
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.manifest import ASSETS, find_committed, step_of
+from shardtune.checkpoint.manifest import ASSETS, find_committed, open_checkpoint, step_of
 from shardtune.distributed.world import delete_value, get_value, set_value, wait_for
 from shardtune.errors import first_few, first_line
 from shardtune.log import node_logger
@@ -205,25 +205,29 @@ def _prepare(attempt: SaveAttempt) -> None:
     durable_fs.sync_directory(attempt.staging)
 
 
-def _commit(attempt: SaveAttempt) -> dict[str, list[str]]:
-    """Return this disk's checkpoints up to this one, newest first, each with its ranks' files."""
+def _commit(attempt: SaveAttempt) -> dict[str, tuple[int, list[str]]]:
+    """Return this disk's checkpoints up to this one: how many ranks saved each, and the files."""
     durable_fs.rename(attempt.staging, attempt.final)
-    step = step_of(attempt.final)
-    own = [path for path in find_committed(attempt.final.parent) if step_of(path) <= step]
-    return {path.name: [file.name for file in path.glob("rank_*.safetensors")] for path in own}
+    step, own = step_of(attempt.final), dict[str, tuple[int, list[str]]]()
+    for path in find_committed(attempt.final.parent):
+        with contextlib.suppress(Exception):  # a damaged one does not count
+            if step_of(path) <= step:
+                files = [file.name for file in path.glob("rank_*.safetensors")]
+                own[path.name] = (open_checkpoint(path).world_size, files)
+    return own
 
 
 def _choose(
-    attempt: SaveAttempt, per_disk: Sequence[Mapping[str, Sequence[str]]]
+    attempt: SaveAttempt, per_disk: Sequence[Mapping[str, tuple[int, Sequence[str]]]]
 ) -> tuple[list[str], list[str]]:
-    """Return the newest `keep` checkpoints that all disks have, and older ones that stay, too."""
-    # A disk that joined the run later lacks older checkpoints.
-    newest_first = [name for name in per_disk[0] if all(name in disk for disk in per_disk)]
+    """Return the newest `keep` checkpoints that are whole, and older ones that stay, too."""
+    disks = [{name: set(files) for name, (_, files) in disk.items()} for disk in per_disk]
+    ranks = {name: size for disk in per_disk for name, (size, _) in disk.items()}
+    newest = sorted(ranks, key=lambda name: step_of(Path(name)), reverse=True)
+    # A disk that joined the run later lacks older checkpoints, which the others may have.
+    newest_first = [name for name in newest if len(_files(name, disks)) >= ranks[name]]
     pinned: list[str] = []
     if attempt.pinned is not None:
-        disks = [{name: set(files) for name, files in disk.items()} for disk in per_disk]
-
-        newest = sorted(set().union(*disks), reverse=True)
         pinned = [*attempt.pinned]
         for dead in range(len(disks)):  # the newest one that is whole without this disk
             left = disks[:dead] + disks[dead + 1 :]

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -66,6 +66,7 @@ class Mirror:
         measured = read_measured(run_dir.path, nodes, world.local_size, lambda device: True)
         self._link_bytes_per_s = world.on_rank0(lambda: measured.node_bytes_per_s)
         self._thread: threading.Thread | None = None
+        self._save_bytes = 0
         self.under_way: list[str] = []  # the checkpoint whose parts are being copied
         self._has_failed = self._is_late = False
         self._training_has_ended = threading.Event()
@@ -105,6 +106,7 @@ class Mirror:
 
     def _run(self, committed: SaveAttempt) -> None:
         began, name = time.perf_counter(), committed.final.name
+        self._save_bytes = committed.disk_bytes
         attempt = replace(
             committed,
             what="its neighbour's part, with the saves to come,",
@@ -181,7 +183,8 @@ class Mirror:
             for name, file in _part(attempt, self._previous).items():
                 final = attempt.final / name
                 arrived[final] = final.with_name(f"{name}{PARTIAL}")
-                content = islice(incoming, len(_pieces(file["bytes"])))
+                pieces = islice(incoming, len(_pieces(file["bytes"])))
+                content = _leaving_room(self._save_bytes, attempt.final, pieces)
                 written = durable_fs.write_file(arrived[final], content).entry
                 if written["xxh3_128"] != file["xxh3_128"]:
                     raise DamagedCheckpoint(f"{name} arrived damaged")
@@ -211,11 +214,19 @@ def _part(attempt: SaveAttempt, leader: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
+def _leaving_room(n_bytes: int, path: Path, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield pieces while they leave room for the next save: others may have come meanwhile."""
+    for piece in pieces:
+        if durable_fs.free_bytes(path) < n_bytes + len(piece):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield piece
+
+
 def _saves_to_come(attempt: SaveAttempt) -> int:
     """Return how many parts of its own a disk still takes before each save deletes an older one."""
     held = len(find_committed(attempt.final.parent))
     # A mirrored checkpoint may stay beyond `keep`, where only one is kept in place of a newer one.
-    return max(1, attempt.keep + 1 - held) + (attempt.keep == 1)
+    return max(1, attempt.keep + 1 - held) + (attempt.keep == held == 1)
 
 
 def _with_missing_steps(path: Path, metrics: bytes) -> bytes:

@@ -26,6 +26,7 @@ from helpers.small_runs import (
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.mirror import Mirror
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "export.final=false")
 MIRRORED = r"Mirrored checkpoint_(\d+): each node holds its neighbour's part \(.+ GB in \d+ s\)"
@@ -199,6 +200,50 @@ def test_a_copy_leaves_room_for_the_saves_to_come(tmp_path, models):
     said = finish(done) + done.stderr
     assert "Not mirrored: checkpoint_0000002: " in said and "with the saves to come, takes" in said
     assert "Saved checkpoint_0000004" in said and "Mirrored" not in said
+
+
+def train_in_a_small_disk(arguments: list[str]) -> None:
+    """It holds both parts of two checkpoints and a third part; each save awaits earlier copies."""
+    durable_fs.free_bytes = lambda path: 2_450_000 - durable_fs.size(Path("run"))
+    agree = Mirror.agree_to_start
+
+    def agree_in_time(mirror: Mirror, name: str) -> bool:
+        if mirror._thread:
+            mirror._thread.join()
+        return agree(mirror, name)
+
+    Mirror.agree_to_start = agree_in_time  # type: ignore[method-assign]
+    run_script(arguments)
+
+
+@pytest.mark.parametrize("keep", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_disks_for_two_checkpoints_and_a_part_take_all_copies(keep, tmp_path, models):
+    """Also when one of them is new: the other deletes what the newer ones replace."""
+    nodes, work = disks(tmp_path, models["glm"], 1, 1), train_in_a_small_disk
+    given = (*SAVES, f"checkpoint.keep={keep}")
+    said = finish(train_on_nodes(nodes, *given, "train.max_steps=6", work=work))
+    assert [int(step) for step in re.findall(MIRRORED, said)] == [2, 4, 6], said
+    replace_disk(nodes[1])
+    said = finish(train_on_nodes(nodes, *given, "train.max_steps=12", work=work))
+    assert [int(step) for step in re.findall(MIRRORED, said)] == [8, 10, 12], said
+    assert names(nodes[0][0] / "run/checkpoints")[-1] == "checkpoint_0000012"
+
+
+def train_on_a_disk_that_fills(arguments: list[str]) -> None:
+    """As if saves that come during the copy of the first took the room of the next one."""
+    late = Path("run/checkpoints/checkpoint_0000004")
+    durable_fs.free_bytes = lambda path: 400_000 if late.exists() else 10**9
+    waits = waits_until(late.exists)
+    run_with([Fault("open", "*/checkpoint_0000002/*.partial", waits)], arguments)
+
+
+def test_a_copy_ends_where_it_takes_the_room_of_the_next_save(tmp_path, models):
+    nodes, work = disks(tmp_path, models["glm"], 1, 1), train_on_a_disk_that_fills
+    done = train_on_nodes(nodes, *SAVES, "train.max_steps=6", work=work)
+    said = finish(done) + done.stderr
+    assert "Not mirrored: checkpoint_0000002: " in said and "more than it has free" in said, said
+    assert "Saved checkpoint_0000006" in said and "Mirrored" not in said
+    assert not [path for folder, _ in nodes for path in folder.rglob("*.partial")]
 
 
 def damage(file: Path) -> bool:
