@@ -83,7 +83,8 @@ class SourceSums:
 
     def refuses_broken(self, data: DataConfig) -> bool:
         """Return whether broken records end the run. A broken file loses what follows."""
-        return self.broken.end_files or self.broken_share > data.most_broken
+        are_all = self.broken.count == self.n_read > 0
+        return self.broken.end_files or are_all or self.broken_share > data.most_broken
 
     @property
     def broken_share(self) -> float:
@@ -120,7 +121,7 @@ def _source_problems(source: Source, sums: SourceSums, data: DataConfig) -> list
         remedy, share = "repair or remove them", math.ceil(100 * sums.broken_share) / 100
         if sums.broken.count < sums.n_read:
             remedy += sums.broken.removal()
-        if data.most_broken:
+        if 0 < data.most_broken < sums.broken_share:
             most = f"{100 * data.most_broken:g}%"
             count += f", and data.on_broken leaves out {most} of a source at most"
         if share <= _OFTEN_BROKEN:

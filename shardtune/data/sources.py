@@ -147,12 +147,13 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
     library = datasets_library()
     try:
         loaded = library.load_from_disk(folder)
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, LookupError, pyarrow.ArrowException) as error:
         is_saved = any((folder / marker).is_file() for marker in _SAVED)
         remedy = "name a file, a directory of files, or what save_to_disk wrote"
+        again = "copy all of it again, or leave out a dataset or split without a record"
         raise UserError(
             f"{key}={spec}: {folder} holds no dataset of save_to_disk that can be read "
-            f"({first_line(error)}) - {'copy all of it again' if is_saved else remedy}"
+            f"({first_line(error)}) - {again if is_saved else remedy}"
         ) from error
     if isinstance(loaded, library.DatasetDict):
         if split not in loaded:

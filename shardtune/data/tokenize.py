@@ -115,6 +115,9 @@ class ChunkTokenizer:
         """Tokenize one record of a chunk; raises RecordError where it cannot be used."""
         columns, roles = self.data.field_names, self.data.roles
         record, unread, notes = read_record(value, columns, roles, chunk.unread_columns)
+        # A role is there even if the record is dropped.
+        said = {(*note, ""): 0 for note in notes if note[0] is Outcome.ROLE}
+        result.sets[chunk.set_name].outcomes.update(said)
         options = record.options if isinstance(record, Conversation) else {}
         loss_on = chunk.loss_on or self.data.loss_on
         encoder = self.encoder.variant(loss_on, {**chunk.template_options, **options})

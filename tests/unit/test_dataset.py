@@ -105,6 +105,9 @@ def test_few_broken_records_may_be_dropped(model, tmp_path):
     assert limit.startswith("data.train.b: 2 of 199 ") and "data.on_broken={drop: 0.02}" in limit
     assert Run(model, sources, on_broken={"drop": 0.02}).prepared
     assert problems_of(model, sources, on_broken={"drop": 0.01})
+    broken = write(tmp_path / "broken.jsonl", [{"a": 1}, {"messages": []}])
+    *named, count = problems_of(model, broken, on_broken={"drop": 1.0})
+    assert len(named) == 2 and count.startswith("data.train: 2 of 2 records broken - ")
 
 
 def test_a_file_that_ends_early_is_never_dropped(model, tmp_path):

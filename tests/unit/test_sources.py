@@ -248,11 +248,13 @@ def test_what_save_to_disk_wrote_is_read(tmp_path):
     assert digests[0] == digests[1] != digests[2]
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/state.json").write_text("{")
+    saved.select([]).save_to_disk(tmp_path / "empty")  # `datasets` raises IndexError
     for spec, remedy in {
         "dict": "dict:t(rain|est)",
         "alone": "alone:train",
         "one:train": "one alone",
         "broken": "copy all of it again",
+        "empty": "without a record",
     }.items():
         with pytest.raises(UserError, match=f"data.train={tmp_path}/{spec}: .* - .*{remedy}"):
             find_source("data.train", f"{tmp_path}/{spec}")
