@@ -311,7 +311,7 @@ class _SetWriter:
         totals = f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens"
         lines: dict[str, int | None] = {f"{totals}, {self.n_trained} of them trained": None}
         if self._n_by_weight:
-            shares = [f"{np.float32(w)}: {n}" for w, n in sorted(self._n_by_weight.items())]
+            shares = [f"{np.float32(w)!s}: {n}" for w, n in sorted(self._n_by_weight.items())]
             ones = self.n_trained - self._n_by_weight.total()
             lines[f"trained tokens by weight | {first_few([*shares, f'1: {ones}'], 10)}"] = None
         for (outcome, detail), line in sums.outcomes.lines().items():

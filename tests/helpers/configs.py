@@ -14,7 +14,7 @@ from shardtune.config_io import load_config, to_dict
 MINIMAL = "model: {path: m}\ndata: {train: d.jsonl}\n"
 DEFAULTS: dict[str, dict[str, Any]] = yaml.safe_load("""
 run: {dir: runs/small, seed: 1234, resume: auto, ignore_plan: false}
-model: {path: m, init: pretrained, master_dtype: float32, compute_dtype: auto,
+model: {path: m, new_tokens: [], init: pretrained, master_dtype: float32, compute_dtype: auto,
   reduce_dtype: float32, activation_checkpointing: none, attention: auto, compile: auto}
 data: {train: d.jsonl, eval: null, columns: null, roles: {}, chat_template: null,
   template_options: {},

@@ -121,20 +121,25 @@ def log_normal_lengths(count: int, mean: float, longest: int, seed: int) -> np.n
 
 def write_dataset(
     folder: Path,
-    sequences: list[tuple[list[int], list[bool]]],
+    sequences: list[tuple[list[int], list[float]]],
     record: Any = None,
     source: Any = None,
 ) -> TokenDataset:
     """The columns of a data cache, written by hand; by default each sequence is a record."""
     lengths = [len(ids) for ids, _ in sequences]
+    weights = [weight for _, each in sequences for weight in each]
+    between = [i for i, weight in enumerate(weights) if 0 < weight < 1]
     columns = {
         "tokens": np.array([i for ids, _ in sequences for i in ids], np.uint32),
-        "trained": np.array([flag for _, flags in sequences for flag in flags], np.bool_),
+        "trained": np.array([weight > 0 for weight in weights], np.bool_),
         "lengths": np.array(lengths, np.int32),
-        "trained_counts": np.array([sum(flags) for _, flags in sequences], np.int32),
+        "trained_counts": np.array([sum(map(bool, each)) for _, each in sequences], np.int32),
+        "trained_weights": np.array([sum(each) for _, each in sequences], np.float64),
         "record": np.asarray(range(len(lengths)) if record is None else record, np.int64),
         "source": np.asarray([0] * len(lengths) if source is None else source, np.uint16),
         "starts": np.cumsum([0, *lengths[:-1]], dtype=np.int64),
+        "weighted": np.array(between, np.int64),
+        "weights": np.array([weights[i] for i in between], np.float32),
     }
     for name, column in columns.items():
         (folder / f"train.{name}").write_bytes(column.tobytes())

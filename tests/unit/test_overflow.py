@@ -55,7 +55,7 @@ def test_a_piece_begins_as_texts_begin_with_a_token_that_is_not_trained(bos_ids,
     data = DataConfig(train="unread", max_length=4, overflow="split")
     rows = cut_to_rows(whole, data, OutcomeCounts(), bos_ids)
     assert [tokens.tolist() for tokens, _ in rows] == pieces
-    trained = [tokens[flags].tolist() for tokens, flags in rows]
+    trained = [tokens[weights > 0].tolist() for tokens, weights in rows]
     assert trained == ([[1, 2, 3], [4, 5], [6]] if bos_ids else [[1, 2, 3], [4, 5, 6]])
 
 

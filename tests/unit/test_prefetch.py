@@ -27,7 +27,7 @@ class Sequences:
 
     def __init__(self, effect: Any = lambda: None) -> None:
         self.lengths = np.random.default_rng(0).integers(1, 21, 60).astype(np.int32)
-        self.trained_counts = self.lengths - 1
+        self.trained_counts = self.trained_weights = self.lengths - 1
         self.source, self.begins_record = np.zeros(60, np.uint16), np.ones(60, np.bool_)
         self.effect, self.read = effect, 0
 

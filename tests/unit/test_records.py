@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,10 @@ BROKEN = [
     (sharegpt({"from": "gpt", "value": "a", "weight": 2}), "conversations[1] (assistant): "),
     ({**sharegpt({"from": "gpt", "value": "b"}), "system": ["a"]}, "system is ['a']"),
     ({**sharegpt({"from": "system", "value": "b"}), "system": "c"}, "has system and a system"),
-    (message(weight=0.3), "messages[0] (assistant): weight is 0.3"),
+    (message(weight=1.3), "messages[0] (assistant): weight is 1.3"),
+    (message(train=0.3), "messages[0] (assistant): train is 0.3"),
+    (message(loss_weight=math.nan), "messages[0] (assistant): loss_weight is nan"),
+    (message(train=1, weight=0.5), "(assistant): train and weight contradict each other"),
     (message(train="yes"), "messages[0] (assistant): train is 'yes'"),
     (message(train=True, weight=0), "(assistant): train and weight contradict each other"),
     (message(role="user", weight=1), "messages[0] (user) is to be trained, by its weight"),

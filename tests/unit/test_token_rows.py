@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,6 +32,7 @@ ALIKE: list[dict[str, Any]] = [
     {},
     {"labels": None, "loss_mask": [0, 0, 1, 0, 1]},
     {"labels": None, "loss_mask": [True, False, True, False, True]},
+    {"labels": None, "loss_weights": [0, 0.0, 1, False, 1.0]},
     {"labels": [5, -100, 7, -100, 9]},
     {"loss_mask": [1, 0, 1, 0, 1]},
     {"attention_mask": [1] * 5, "position_ids": [0, 1, 2, 3, 4]},
@@ -82,6 +84,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"labels": [-100, -100, 7, -100]}, "labels has 4 values, and input_ids 5"),
     ({"labels": "no"}, "labels is 'no'"),
     ({"loss_mask": [0, 0, 1, 0]}, "loss_mask has 4 values, and input_ids 5"),
+    ({"loss_weights": [0, 0, 1.5, 0, 1]}, "loss_weights[2] is 1.5"),
+    ({"loss_weights": [0, 0, "1", 0, 1]}, "loss_weights[2] is '1'"),
+    ({"loss_weights": [0, 1, 0.5, 0, 1]}, "labels and loss_weights contradict each other"),
     ({"loss_mask": [0, 0, 1, 1, 1]}, "labels and loss_mask contradict each other"),
     ({"loss_mask": [0, 0, 0.5, 0, 1]}, "loss_mask[2] is 0.5"),
     ({"loss_mask": [0, 0, None, 0, 1]}, "loss_mask[2] is null"),
@@ -101,6 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"labels": None, "assistant_masks": [0, 0, 1, 0, 1]}, "has assistant_masks beside input_ids"),
     (chat("q"), "can be read as messages or as input_ids"),
     ({**chat("q"), "input_ids": None, "loss_mask": [0, 1]}, "has loss_mask beside messages"),
+    ({**chat("q"), "input_ids": None, "loss_weights": [0, 1]}, "has loss_weights beside messages"),
     # Documents of a packed row would attend to one another.
     ({"seq_lengths": [2, 3]}, "has seq_lengths, so the row may hold several"),
     ({"cu_seqlens": [2, 3]}, "has cu_seqlens, so the row may hold several"),
@@ -168,6 +174,51 @@ def test_tokens_are_the_same_as_the_chat_that_they_are_of(model, tmp_path):
     assert rows(shuffled, "eval") == rows(held, "eval")[::-1]
     evaluated = Run(model, file, eval=str(file)).prepared.eval[""]
     assert evaluated.lengths.sum() == run.prepared.train.lengths.sum()
+
+
+def test_turns_and_tokens_count_by_their_weights(model, tmp_path):
+    """Also where a record is cut; and data whose weights are all 0 or 1 is as without them."""
+    records = [chat("how", "fine " * 5) for _ in range(4)]
+    plain = Run(model, write(tmp_path / "plain.jsonl", records))
+    for record, more in zip(
+        records,
+        [{"weight": 0.3}, {"loss_weight": 0.5}, {"weight": 1.0}, {"weight": 0}],
+        strict=True,
+    ):
+        record["messages"][1] |= more
+    turns = Run(model, write(tmp_path / "turns.jsonl", records))
+    ones = [(ids, [float(flag) for flag in flags]) for ids, flags in rows(plain)]
+    expected = [
+        (ids, [np.float32(weight * flag) for flag in flags])
+        for (ids, flags), weight in zip(ones[:3], (0.3, 0.5, 1), strict=True)
+    ]
+    assert rows(turns) == expected and rows(plain) == ones
+    n = int(sum(ones[0][1]))
+    line = f"data.train: trained tokens by weight | 0.3: {n}, 0.5: {n}, 1: {n}"
+    assert line in turns.prepared.lines and "by weight" not in str(plain.prepared.lines)
+    train = turns.prepared.train
+    assert train.trained_counts.tolist() == [n] * 3
+    assert train.trained_weights == pytest.approx([0.3 * n, 0.5 * n, n])
+    tokens = [
+        {"input_ids": ids, "loss_weights": [0.3 * (w > 0) if i == 0 else float(w) for w in weights]}
+        for i, (ids, weights) in enumerate(rows(turns))
+    ]
+    file = write(tmp_path / "tokens.jsonl", tokens)
+    assert rows(Run(model, file)) == rows(turns)
+    assert Run(model, file).prepared.key == turns.prepared.key != plain.prepared.key
+    cut = Run(model, file, overflow="split", max_length=20)
+    assert max(len(ids) for ids, _ in rows(cut)) == 20
+    kept = [weight for _, weights in rows(cut) for weight in weights if weight]
+    assert kept == [weight for _, weights in expected for weight in weights if weight]
+    records[3]["messages"][1].pop("weight")
+    for i, mark in enumerate((1, True, 1.0)):
+        records[i]["messages"][1] = {"role": "assistant", "content": "fine " * 5, "weight": mark}
+    assert Run(model, write(tmp_path / "ones.jsonl", records)).prepared.key == plain.prepared.key
+    everything = Run(model, write(tmp_path / "all.jsonl", [tokens[0]]), loss_on="all")
+    assert rows(everything) == rows(turns)[:1]
+    records[0]["messages"][1]["weight"] = 0.25
+    ((_, weights),) = rows(Run(model, write(tmp_path / "all.jsonl", records[:1]), loss_on="all"))
+    assert weights == [0.0, *(0.25 if flag else 1.0 for flag in ones[0][1][1:])]
 
 
 @pytest.mark.parametrize("overflow", ["turns", "split", "truncate", "drop", "error"])
