@@ -55,11 +55,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> Encode
         begin = len(text)
         text += f"{message['content']}<|im_end|>"
         if message["role"] == "assistant":
-            spans.append((begin, len(text), message.get("weight", 1)))
+            spans.append((begin, len(text), message.get("weight", True)))
         text += "\n"
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoded["input_ids"], [
-        sum(weight for a, b, weight in spans if a <= start < b)
+        next((weight for a, b, weight in spans if a <= start < b), False)
         for start, _ in encoded["offset_mapping"]
     ]
 

@@ -181,7 +181,7 @@ def test_problems_that_are_known_together_are_reported_together(folder):
 
 def test_every_broken_record_and_set_is_named_with_what_to_do(folder):
     question = {"from": "human", "value": "q"}
-    weighed = {"role": "assistant", "content": "a", "weight": 0.3}
+    weighed = {"role": "assistant", "content": "a", "weight": 1.3}
     broken = [
         {"conversations": [question, {"from": "narrator", "value": "a"}]},
         {"conversations": []},
@@ -199,7 +199,7 @@ def test_every_broken_record_and_set_is_named_with_what_to_do(folder):
         "bad.jsonl:3: conversations[1].from is 'narrator' - write one of human, user, gpt, ",
         "bad.jsonl:4: conversations is [] - write a list of turns, each with from and value",
         "bad.jsonl:5: conversations[1] has from - write from and value",
-        "bad.jsonl:6: messages[1] (assistant): weight is 0.3 - write true or 1 to train this turn",
+        "bad.jsonl:6: messages[1] (assistant): weight is 1.3 - write true or 1 to train this turn",
         "data.columns.tools=functions: no record of any source has functions - name one of ",
         "data.train.bad: 4 of 6 records broken - repair or remove them",
         "data.eval.long: no token to train in 2 records (records longer than data.max_length=128, "
