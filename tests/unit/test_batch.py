@@ -24,7 +24,7 @@ def three(tmp_path: Path) -> TokenDataset:
         tmp_path,
         [
             ([11, 12, 13], [False, True, True]),
-            ([21, 22], [False, True]),
+            ([21, 22], [0.0, 0.5]),
             ([31, 32, 33, 34], [False, False, True, False]),
         ],
     )
@@ -45,6 +45,7 @@ def test_a_flat_batch_is_one_row_whose_positions_restart(three):
         "lengths": [4, 3, 2],
         "boundaries": [0, 4, 7, 9],
         "slices": None,
+        "weights": [1.0, 1.0, 1.0, 0.5],
     }
 
 
@@ -58,6 +59,7 @@ def test_a_padded_batch_has_a_row_for_each_document(three):
         "lengths": [4, 3, 2],
         "boundaries": [0, 4, 7, 9],
         "slices": None,
+        "weights": [1.0, 1.0, 1.0, 0.5],
     }
 
 
@@ -66,17 +68,18 @@ def test_each_rank_that_shares_a_row_has_a_slice_of_it(three):
     whole = {"attention_mask": None, "lengths": [4, 3, 2], "boundaries": [0, 4, 7, 9]}
     whole["slices"] = [Layout(4, context=4, max_length=9).tokens_per_rank, 2, 2, 2]
     own = [
-        ([31, 32, 33], [0, 1, 2], [1], [33]),
-        ([34, 11], [3, 0], [1], [12]),
-        ([12, 13], [1, 2], [0], [13]),
-        ([21, 22], [0, 1], [0], [22]),
+        ([31, 32, 33], [0, 1, 2], [1], [33], [1.0]),
+        ([34, 11], [3, 0], [1], [12], [1.0]),
+        ([12, 13], [1, 2], [0], [13], [1.0]),
+        ([21, 22], [0, 1], [0], [22], [0.5]),
     ]
-    for batch, (ids, positions, predicting, targets) in zip(slices, own, strict=True):
+    for batch, (ids, positions, predicting, targets, weights) in zip(slices, own, strict=True):
         assert batch == whole | {
             "input_ids": [ids],
             "position_ids": [positions],
             "predicting": predicting,
             "targets": targets,
+            "weights": weights,
         }
 
 
