@@ -75,8 +75,10 @@ class ModelConfig(Section):
 
     path: PathText = Field(examples=["zai-org/GLM-4.5-Air"])
     """Hub id or local directory of a causal language model."""
-    new_tokens: NamesOrNone = ()
-    """Texts that become tokens. Not built yet: a text is refused."""
+    new_tokens: NamesOrNone | dict[Literal["special", "plain"], NamesOrNone] = ()
+    """Texts that become tokens, plain ones or `{special: [...], plain: [...]}`. Their rows are
+    free ones, else the vocabulary grows to a multiple of 64; each is the mean of its old pieces'.
+    """
     init: Literal["pretrained", "random"] = "pretrained"
     """`random`: draw the weights from the model's config alone, for rehearsals and benchmarks."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"

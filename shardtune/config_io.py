@@ -299,9 +299,11 @@ def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> It
                 f"for {key}={_to_yaml(degree)}, which {work} document attention - use "
                 f"model.attention=auto, or {key}=1"
             )
-    for key in ("model.new_tokens", "lora.whole"):
-        if values.get(key):
-            yield f"{key} ({origins[key]}) is not built yet - leave it out"
+    if values.get("lora.whole"):
+        yield f"lora.whole ({origins['lora.whole']}) is not built yet - leave it out"
+    if values.get("model.new_tokens") and values.get("lora.rank"):
+        said = f"model.new_tokens ({origins['model.new_tokens']}) adds rows, and no row trains"
+        yield f"{said} beside factors yet - train all weights with lora.rank=null"
     sources, columns = (values.get(key) for key in ("data.train", "data.columns"))
     if isinstance(sources, list):
         said = f"data.train ({origins['data.train']})"

@@ -19,11 +19,12 @@ import numpy.typing as npt
 import xxhash
 from transformers import AutoTokenizer
 
-from shardtune.config import DataConfig
+from shardtune.config import DataConfig, ModelConfig
 from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.hub import hub_problem, read_config_json
+from shardtune.data.new_tokens import add_new_tokens
 from shardtune.data.records import TOO_LONG, Outcome, RecordSums
 from shardtune.data.refusal import SourceSums, problems_of
 from shardtune.data.sources import Source, find_source, read_records
@@ -137,17 +138,19 @@ def added_tokens(tokenizer: Any) -> list[int]:
     return [i for token, i in added if i >= tokenizer.vocab_size and token not in met]
 
 
-def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> ChatEncoder:
+def build_encoder(model: ModelConfig, data: DataConfig, date: datetime.date) -> ChatEncoder:
     """Return the encoder of a model's tokenizer; templates that print today's date get `date`.
 
     Raises UserError where it has no tokenizer or no stop token, or options are not the user's.
     """
+    model_path = model.path
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
     taken: list[str] = []
     try:
         model_config = read_config_json(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path, config=model_config)
+        add_new_tokens(tokenizer, model)
         stops = stop_token_ids(tokenizer, model_path, model_config)
         name = f"the chat template of {model_path}"
         if data.chat_template:

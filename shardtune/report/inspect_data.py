@@ -82,7 +82,7 @@ def tokenized(
     """Tokenize the data of a configuration as a run does. Raises UserError."""
     config = load_config(config_path, assignments, os.environ)
     log_to_stderr()
-    encoder = build_encoder(config.model.path, config.data, datetime.date.today())
+    encoder = build_encoder(config.model, config.data, datetime.date.today())
     return config, encoder, open_prepared(prepare_data(config.data, encoder))
 
 

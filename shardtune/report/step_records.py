@@ -39,7 +39,7 @@ def show_step(config_path: Path, assignments: Sequence[str], number: int, as_jso
     start = _start_of(run, number)
     _require_same_order(config, run.path / "config.yaml")
     date = datetime.date.fromisoformat(start["date"])
-    encoder = build_encoder(config.model.path, config.data, date)
+    encoder = build_encoder(config.model, config.data, date)
     prepared = open_prepared(prepare_data(config.data, encoder))
     if start["data_key"] != prepared.key:
         raise UserError(

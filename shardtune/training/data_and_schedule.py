@@ -36,8 +36,9 @@ def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     Refuses broken data, and data or a model that differ from another node's or the checkpoint's.
     """
     config, world, resumed = run.config, run.world, run.resumed
-    path = config.model.path
-    encoder = world.run_on_all_ranks(lambda: dataset.build_encoder(path, config.data, run.date))
+    encoder = world.run_on_all_ranks(
+        lambda: dataset.build_encoder(config.model, config.data, run.date)
+    )
     folder = world.on_local_rank0(lambda: str(dataset.prepare_data(config.data, encoder)))
     data = dataset.open_prepared(Path(folder))
     vocabulary = model_config.get_text_config().vocab_size

@@ -132,7 +132,7 @@ def answer_prompts(context: TrainContext, step: int, stop: StopRequest | None = 
     encoders: list[ChatEncoder] = []
 
     def stop_token_ids() -> list[int]:
-        encoders.append(build_encoder(run.config.model.path, run.config.data, run.date))
+        encoders.append(build_encoder(run.config.model, run.config.data, run.date))
         return encoders[0].stop_token_ids
 
     ends = world.on_rank0(stop_token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import tempfile
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -17,9 +18,14 @@ from shardtune.checkpoint.assets import (
     with_stops,
     with_template,
 )
-from shardtune.checkpoint.export.model_files import require_exportable, require_index
+from shardtune.checkpoint.export.model_files import (
+    require_exportable,
+    require_index,
+    with_vocabulary,
+)
 from shardtune.config import Config
 from shardtune.data import dataset
+from shardtune.data.new_tokens import read_new_tokens
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import all_of
@@ -65,6 +71,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, 
     world.require_same({what: revision}, "fetch one revision, or name a directory")
     stops, template = world.on_rank0(lambda: _read_ends_and_template(config))
     assets = world.run_on_all_ranks(lambda: _read_assets(config, stops, template))
+    for note in read_new_tokens(config.model).notes:
+        logger.info(note)
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
@@ -80,6 +88,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, 
             source["weights"] = _identify_frozen(run)
         assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets, folder))
+    if config.model.new_tokens:
+        assets = with_vocabulary(assets, model_config.get_text_config().vocab_size)
     return model_config, facts, assets
 
 
@@ -88,7 +98,7 @@ def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
 
     The template is None where there is none, or several by name.
     """
-    encoder = dataset.build_encoder(config.model.path, config.data, datetime.date.today())
+    encoder = dataset.build_encoder(config.model, config.data, datetime.date.today())
     template = encoder.tokenizer.chat_template
     if isinstance(template, dict) and (_folder_of(config.model.path) / _NAMED_TEMPLATES).is_dir():
         names = ", ".join(sorted(template.keys() - {"default"}))
@@ -107,6 +117,11 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
             f"Stop tokens: generation_config.json of exported models names {stops}, with which "
             "training ends texts; by that of the source generate() would go on behind some"
         )
+    if config.model.new_tokens:
+        encoder = dataset.build_encoder(config.model, config.data, datetime.date.today())
+        with tempfile.TemporaryDirectory() as folder:
+            encoder.tokenizer.save_pretrained(folder)
+            assets |= {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     return with_template(assets, template) if template else assets
 
 

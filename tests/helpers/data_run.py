@@ -16,7 +16,7 @@ import pytest
 from transformers import LlamaConfig
 
 from distTest.workloads.small_models import SPECIAL, make_tokenizer
-from shardtune.config import DataConfig
+from shardtune.config import DataConfig, ModelConfig
 from shardtune.data.dataset import (
     PreparedData,
     TokenDataset,
@@ -72,7 +72,9 @@ class Run:
         self, model: Path, train: Path | list[Any], date: str = "2026-01-31", **data: Any
     ) -> None:
         config = DataConfig(train=str(train) if isinstance(train, Path) else train, **data)
-        self.encoder = build_encoder(str(model), config, datetime.date.fromisoformat(date))
+        self.encoder = build_encoder(
+            ModelConfig(path=str(model)), config, datetime.date.fromisoformat(date)
+        )
         with log_lines() as self.lines:
             self.entry = prepare_data(config, self.encoder)
         self.prepared: PreparedData = open_prepared(self.entry)

@@ -21,7 +21,7 @@ from shardtune.data import tokenize
 # Prepares each of the data files named on its command line, once a line comes on standard input.
 PREPARE = """
 import datetime, sys
-from shardtune.config import DataConfig
+from shardtune.config import DataConfig, ModelConfig
 from shardtune.data import tokenize
 from shardtune.data.dataset import build_encoder, open_prepared, prepare_data
 from shardtune.distributed.exit_code import run
@@ -32,7 +32,7 @@ def main():
     setup_logging(True, True)
     for file in files:
         data = DataConfig(train=file)
-        encoder = build_encoder(model, data, datetime.date(2026, 1, 31))
+        encoder = build_encoder(ModelConfig(path=model), data, datetime.date(2026, 1, 31))
         print("ready", flush=True)
         input()
         entry = prepare_data(data, encoder)

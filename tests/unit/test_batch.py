@@ -11,7 +11,7 @@ from helpers.chats import chats
 from helpers.data_run import write, write_dataset
 from transformers import AutoModelForCausalLM
 
-from shardtune.config import DataConfig
+from shardtune.config import DataConfig, ModelConfig
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
 from shardtune.distributed.layout import Layout
@@ -101,7 +101,7 @@ def test_the_batch_of_a_rank_without_rows_trains_nothing(is_flat, three):
 def test_flat_and_padded_batches_have_the_same_loss_and_an_empty_one_none(family, models, tmp_path):
     train = write(tmp_path / "train.jsonl", chats(12))
     data = DataConfig(train=str(train), max_length=250)
-    encoder = build_encoder(str(models[family]), data, datetime.date(2025, 1, 1))
+    encoder = build_encoder(ModelConfig(path=str(models[family])), data, datetime.date(2025, 1, 1))
     dataset = open_prepared(prepare_data(data, encoder)).train
     model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model.config.use_cache = False

@@ -9,7 +9,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -20,9 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
-    WeightRenaming,
     dot_natural_key,
-    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -42,7 +39,7 @@ from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.data.hub import read_config_json
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import RunFailed, UserError
-from shardtune.model.source.load_weights import open_tensors
+from shardtune.model.source.load_weights import open_tensors, renamed, rows_of_tokens
 from shardtune.model.source.quantised import Sliceable, quantisation_in
 from shardtune.model.source.text_model import build_with_towers, drop_towers
 from shardtune.model.source.weight_files import index_of_weights, list_tensors
@@ -312,6 +309,20 @@ def _are_equal(first: Sliceable, other: Sliceable) -> bool:
     return all(torch.equal(first[each,], other[each,]) for each in rows)
 
 
+def with_vocabulary(assets: Mapping[str, bytes], vocabulary: int) -> dict[str, bytes]:
+    """Return the files of a model whose embedding and head have so many rows."""
+    config = json.loads(assets["config.json"])
+    owner = config.get("text_config") or config
+    (owner if "vocab_size" in owner else config)["vocab_size"] = vocabulary
+    written = {**assets, "config.json": json.dumps(config, indent=2).encode()}
+    if SOURCE in assets:
+        source = json.loads(assets[SOURCE])
+        for name in rows_of_tokens(on_meta(assets["config.json"]), source["tensors"]):
+            source["tensors"][name][1][0] = vocabulary
+        written[SOURCE] = json.dumps(source).encode()
+    return written
+
+
 def require_index(folder: Path, path: str) -> None:
     """Look for a model's tensors in the index of its files, before these are fetched.
 
@@ -353,15 +364,8 @@ def used_conversions(model: PreTrainedModel, stored: Mapping[str, Sequence[Any]]
     tensors, loaded = model.state_dict(), sorted(stored, key=dot_natural_key)
     for _ in range(2):  # the second time, with those that are loaded alone
         conversions = get_model_conversion_mapping(model)
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        rename = partial(
-            rename_source_key,
-            weight_renamings=renamings,
-            weight_converters=converters,
-            base_model_prefix=model.base_model_prefix,
-            meta_state_dict=tensors,
-        )
+        rename = renamed(model, conversions)
         found = {name: rename(name) for name in loaded}
         loaded = [name for name, (own, _) in found.items() if own in tensors]
     for name, (own, pattern) in found.items():

@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
 from shardtune.data.hub import hub_problem, read_config_json
+from shardtune.data.new_tokens import read_new_tokens
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.source.quantisation import MODELOPT
@@ -51,13 +52,18 @@ FILES_BESIDE_WEIGHTS = (
 
 
 def read_model_config(model: ModelConfig) -> PreTrainedConfig:
-    """Read the model's configuration.
+    """Read the model's configuration, whose vocabulary has `model.new_tokens`.
 
     Raises:
         UserError: there is no such model, or no model can be built from its configuration.
     """
     path = model.path
     config = known_config(path)
+    if model.new_tokens:
+        with refusing(path, "no tokenizer that transformers can read", "add its tokenizer.json"):
+            text_config = config.get_text_config()
+            new_tokens = read_new_tokens(model)
+            text_config.vocab_size = new_tokens.vocabulary(text_config.vocab_size)
     if problem := not_trained(config.model_type):
         raise UserError(problem)
     take_quantization(config, model_folder(path) or Path(), path)

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,15 +21,20 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     MergeModulelist,
     Transpose,
     WeightConverter,
+    WeightRenaming,
+    rename_source_key,
 )
 from transformers.distributed import DistributedConfig
 
+from shardtune.config import ModelConfig
+from shardtune.data.new_tokens import NewTokens, WithNewRows, read_new_tokens
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
@@ -235,19 +240,41 @@ def _read_whole(read: Any) -> torch.Tensor:
     return whole
 
 
+def renamed(model: PreTrainedModel, conversions: Sequence[Any]) -> Callable[[str], Any]:
+    """Return a function of a stored tensor's name: the model's name, and the pattern it matched."""
+    return partial(
+        rename_source_key,
+        weight_renamings=[each for each in conversions if isinstance(each, WeightRenaming)],
+        weight_converters=[each for each in conversions if isinstance(each, WeightConverter)],
+        base_model_prefix=model.base_model_prefix,
+        meta_state_dict=model.state_dict(),
+    )
+
+
+def rows_of_tokens(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
+    """Return which stored tensors have a row for each token: the embedding, and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    own = {id(p) for end in ends if end is not None for p in end.parameters(recurse=False)}
+    every = model.named_parameters(remove_duplicate=False)
+    names = {name for name, parameter in every if id(parameter) in own}
+    rename = renamed(model, get_model_conversion_mapping(model))
+    return [name for name in stored if rename(name)[0] in names]
+
+
 def load_sharded(
     skeleton: PreTrainedModel,
-    path: str,
+    model_config: ModelConfig,
     device: torch.device,
     shard: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
     """Load the weights into a model like the skeleton, which is sharded before they are read."""
+    path, new_tokens = model_config.path, read_new_tokens(model_config)
     # With it, `accelerate launch` lets ranks but the first leave weights on meta, for FSDP1.
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     # transformers builds on meta, calls `maybe_distribute_model`, and then reads only this rank's
     # slices of all parameters that are DTensors. Its own version of that method unties tied
     # embeddings and supports neither a world of one nor our dtypes: so a subclass replaces it.
-    model, info = _sharded_class(skeleton, device, shard).from_pretrained(
+    model, info = _sharded_class(skeleton, device, shard, new_tokens).from_pretrained(
         path,
         config=skeleton.config,
         dtype=skeleton.dtype,
@@ -264,7 +291,10 @@ def load_sharded(
 
 
 def _sharded_class(
-    skeleton: PreTrainedModel, device: torch.device, shard: Callable[[PreTrainedModel], None]
+    skeleton: PreTrainedModel,
+    device: torch.device,
+    shard: Callable[[PreTrainedModel], None],
+    new_tokens: NewTokens,
 ) -> type[Any]:
     """Return a subclass of the skeleton's class that `from_pretrained` shards before it reads."""
     model_class, names = type(skeleton), sorted(skeleton.state_dict())
@@ -317,6 +347,8 @@ def _sharded_class(
                     conversion.__class__ = SliceConverter
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
             with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
+                for name in rows_of_tokens(skeleton, tensors) if new_tokens.pieces else ():
+                    tensors[name] = WithNewRows(tensors[name], new_tokens)
                 read = model_class._load_pretrained_model(model, tensors, None, load)
             _leave_as_read(model)
             return read

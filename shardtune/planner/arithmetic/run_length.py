@@ -98,7 +98,7 @@ def _samples(config: Config) -> list[_Sample]:
     Raises:
         UserError: the tokenizer is missing, or it cannot read the data.
     """
-    encoder = build_encoder(config.model.path, config.data, datetime.date.today())
+    encoder = build_encoder(config.model, config.data, datetime.date.today())
     tokenizer = ChunkTokenizer(encoder, config.data)
     return [_sample(source, tokenizer) for source in find_sources(config.data)["train"]]
 

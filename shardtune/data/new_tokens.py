@@ -1,0 +1,107 @@
+"""`model.new_tokens`: tokens that the source's tokenizer lacks, and what their rows are made of.
+
+The row of a new token, of the embedding and of the head, is the mean of the rows of the pieces in
+which the source's tokenizer wrote its text. Rows behind the tokenizer's tokens come first; where
+they do not suffice, the vocabulary grows to the next multiple of 64.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from shardtune.config import ModelConfig
+from shardtune.data.hub import read_config_json
+from shardtune.errors import UserError
+
+_ROWS = 64  # the vocabulary grows to a multiple of these
+
+
+class NewTokens(NamedTuple):
+    """The pieces of each new token by its id, and sentences about texts that are tokens already."""
+
+    pieces: dict[int, list[int]]
+    notes: list[str]
+
+    def vocabulary(self, vocabulary: int) -> int:
+        """Return the rows of a source's embedding that has so many, with those of new tokens."""
+        needed = max(self.pieces, default=-1) + 1
+        return vocabulary if needed <= vocabulary else -(-needed // _ROWS) * _ROWS
+
+
+def read_new_tokens(model: ModelConfig) -> NewTokens:
+    """Read the source's tokenizer, and return what add_new_tokens returns, and raises."""
+    if not model.new_tokens:
+        return NewTokens({}, [])
+    config = read_config_json(model.path)
+    return add_new_tokens(AutoTokenizer.from_pretrained(model.path, config=config), model)
+
+
+def add_new_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens:
+    """Add the tokens to the source's tokenizer. Raises UserError: every problem at once."""
+    given = model.new_tokens
+    by_kind = given if isinstance(given, Mapping) else {"plain": given}
+    texts = [text for of_kind in by_kind.values() for text in of_kind]
+    known = tokenizer.get_vocab()
+    spellings = {token.casefold(): token for token in known}
+    pieces = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
+    problems, notes = [], list[str]()
+    for text, count in Counter(texts).items():
+        if count > 1:
+            problems.append(f"{text!r} stands there {count} times - name it once")
+        elif text in known:
+            notes.append(f"model.new_tokens: {text!r} is a token already, and stays as it is")
+        elif not pieces[text]:
+            problems.append(f"the tokenizer has no piece for {text!r} - name another text")
+        elif (other := spellings.get(text.casefold())) is not None:
+            notes.append(f"model.new_tokens: {text!r} is the token {other!r} but for its case")
+    for kind, of_kind in by_kind.items():
+        is_special, lacking = kind == "special", [text for text in of_kind if text not in known]
+        added = [AddedToken(text, normalized=False, special=is_special) for text in lacking]
+        tokenizer.add_tokens(added, special_tokens=is_special)
+    new = {text: tokenizer.convert_tokens_to_ids(text) for text in texts if text not in known}
+    for text, i in new.items():
+        if tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"].count(i) != 1:
+            problems.append(f"the tokenizer does not write {text!r} as one token - name another")
+    if problems:
+        raise UserError(*(f"model.new_tokens: {problem}" for problem in problems))
+    return NewTokens({i: pieces[text] for text, i in new.items()}, notes)
+
+
+class WithNewRows:
+    """A tensor in a file, of a row for each token, with the rows of new tokens, in float32."""
+
+    def __init__(self, stored: Any, new: NewTokens) -> None:
+        self._stored, self._new = stored, new
+        self._rows, *self._others = stored.get_shape()
+
+    def get_shape(self) -> list[int]:
+        return [self._new.vocabulary(self._rows), *self._others]
+
+    def get_dtype(self) -> str:
+        return str(self._stored.get_dtype())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read a box of the tensor. A row that no token has is zero, where the source has none."""
+        cuts = (slice(None),) if index is Ellipsis else index
+        first, others = range(self.get_shape()[0])[cuts[0]], tuple(cuts[1:])
+        own = slice(min(first.start, self._rows), min(first.stop, self._rows))
+        content = self._read(own, others)
+        added = content.new_zeros(len(first) - len(content), *content.shape[1:])
+        content = torch.cat([content, added])
+        for row, pieces in self._new.pieces.items():
+            if row in first:
+                content[row - first.start] = self._mean(pieces, others)
+        return content
+
+    def _read(self, rows: slice, others: tuple[slice, ...]) -> torch.Tensor:
+        part: torch.Tensor = self._stored[(rows, *others)]
+        return part.float()
+
+    def _mean(self, pieces: Sequence[int], others: tuple[slice, ...]) -> torch.Tensor:
+        return torch.cat([self._read(slice(i, i + 1), others) for i in pieces]).mean(0)

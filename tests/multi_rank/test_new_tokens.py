@@ -1,0 +1,127 @@
+"""`model.new_tokens`: runs with tokens that the source lacks equal a plain loop over a model that
+transformers has resized, whose rows were made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.commands import finish, read_metrics
+from helpers.exact import RATE, Mesh
+from helpers.plain_training import (
+    assert_same_steps,
+    assert_same_weights,
+    encode,
+    on_uneven_chats,
+    plain_training,
+    uneven_chats,
+)
+from helpers.ranks import train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardtune.config import ModelConfig
+from shardtune.data.new_tokens import add_new_tokens
+from shardtune.errors import UserError
+
+FULL = pytest.mark.full
+TOKENS = ["<call>", "</call>", "rank of ranks"]
+GIVEN = "model.new_tokens={special: [<call>, </call>], plain: [rank of ranks]}"
+
+
+def resized(source: Path, folder: Path, rows: int) -> Path:
+    """The model with the tokens, made by hand: each row is the mean of its pieces' rows."""
+    old, new = (AutoTokenizer.from_pretrained(source) for _ in range(2))
+    new.add_tokens(TOKENS[:2], special_tokens=True)
+    new.add_tokens(TOKENS[2:])
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ends = ("get_input_embeddings", "get_output_embeddings")
+    pieces = [old(text, add_special_tokens=False)["input_ids"] for text in TOKENS]
+    means = [[getattr(model, end)().weight[ids].mean(0) for ids in pieces] for end in ends]
+    before = model.config.vocab_size
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        for end, rows_of_end in zip(ends, means, strict=True):
+            weight = getattr(model, end)().weight
+            weight[before:] = 0
+            weight[new.convert_tokens_to_ids(TOKENS)] = torch.stack(rows_of_end)
+    model.save_pretrained(folder)
+    new.save_pretrained(folder)
+    return folder
+
+
+def chats_with_tokens() -> list[dict[str, Any]]:
+    records = uneven_chats()
+    for i, record in enumerate(records):
+        record["messages"][1]["content"] = f"<call>{i}</call> rank of ranks"
+    return records
+
+
+@pytest.mark.parametrize(
+    ("family", "meshes", "more"),
+    [
+        ("qwen3", [Mesh(2)], []),
+        ("tied_llama", [Mesh(2), Mesh(4, stages=2)], []),
+        pytest.param("glm", [Mesh(4, 2), Mesh(1)], [], marks=FULL),
+        pytest.param("llama", [Mesh(1), Mesh(2, tensor=2)], [], marks=FULL),
+    ],
+)
+def test_new_tokens_train_as_in_a_resized_model(family, meshes, more, sharp, tmp_path):
+    """On a mesh, and resumed on another one; and the export has the tokens and their rows."""
+    source, records = sharp[family], chats_with_tokens()
+    config = AutoModelForCausalLM.from_pretrained(source).config
+    needed = len(AutoTokenizer.from_pretrained(source)) + len(TOKENS)
+    rows = config.vocab_size if needed <= config.vocab_size else -(-needed // 64) * 64
+    expected_folder = resized(source, tmp_path / "resized", rows)
+    for number, mesh in enumerate(meshes, 1):
+        given = [GIVEN, "train.epochs=4", f"train.max_steps={4 * number // len(meshes)}"]
+        given += mesh.assignments(*more)
+        given = on_uneven_chats(source, tmp_path, *given, records=records)
+        finish(train(mesh.ranks, *given, cwd=tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    encoded = [encode(tokenizer, record) for record in records]
+    assert all(tokenizer.convert_tokens_to_ids(TOKENS[0]) in ids for ids, _ in encoded)
+    expected = plain_training(expected_folder, encoded, (RATE,) * 4)
+    assert_same_steps(tmp_path / "run", expected)
+    assert_same_weights(tmp_path / "run", expected)
+    assert len(read_metrics(tmp_path / "run", "step")) == 4
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    assert exported.config.vocab_size == rows == exported.lm_head.weight.shape[0]
+    again = AutoTokenizer.from_pretrained(expected_folder)
+    for text in (*TOKENS, f"a{TOKENS[0]}b", records[3]["messages"][1]["content"]):
+        assert tokenizer(text)["input_ids"] == again(text)["input_ids"]
+
+
+def test_a_resume_with_other_tokens_is_refused(sharp, tmp_path):
+    given = ["train.epochs=1", "export.final=false"]
+    given = on_uneven_chats(sharp["llama"], tmp_path, GIVEN, *given, records=chats_with_tokens())
+    finish(train(1, *given, cwd=tmp_path))
+    done = train(1, *given, "model.new_tokens=[<other>]", cwd=tmp_path)
+    assert done.returncode == 2 and "model.new_tokens" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        (["<a>", "<a>"], "'<a>' stands there 2 times"),
+        ({"special": ["<a>"], "plain": ["<a>"]}, "'<a>' stands there 2 times"),
+    ],
+)
+def test_texts_that_become_no_token_are_refused(tokens, problem, models):
+    tokenizer = AutoTokenizer.from_pretrained(models["llama"])
+    with pytest.raises(UserError) as refused:
+        add_new_tokens(tokenizer, ModelConfig(path="m", new_tokens=tokens))
+    assert any(problem in line for line in refused.value.problems)
+
+
+def test_a_token_that_exists_is_said_and_left(models):
+    tokenizer = AutoTokenizer.from_pretrained(models["llama"])
+    before = len(tokenizer)
+    given = ["<|im_end|>", "<new>", "<|IM_START|>"]
+    new = add_new_tokens(tokenizer, ModelConfig(path="m", new_tokens=given))
+    assert list(new.pieces) == [before, before + 1] and len(tokenizer) == before + 2
+    assert new.notes == [
+        "model.new_tokens: '<|im_end|>' is a token already, and stays as it is",
+        "model.new_tokens: '<|IM_START|>' is the token '<|im_start|>' but for its case",
+    ]
