@@ -61,9 +61,9 @@ def train_with(losses: Losses, arguments: list[str], kill: str = "") -> None:
     """Train with these evaluation losses; end by SIGKILL around a rename of the second best."""
     entry, rename = evaluate._entry, durable_fs.rename
 
-    def changed(step: int, nll_sum: float, tokens: int) -> dict[str, Any]:
+    def changed(step: int, *sums: Any) -> dict[str, Any]:
         loss = losses[step]
-        return entry(step, nll_sum, tokens) | {"loss": loss, "perplexity": math.exp(loss)}
+        return entry(step, *sums) | {"loss": loss, "perplexity": math.exp(loss)}
 
     def rename_and_die(old: Path, new: Path) -> Path | None:
         aside = rename(old, new)

@@ -177,7 +177,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     )
     enter_phases(train_fsdp, pipeline, enter)
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
-    step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
+    trained = len(batch.targets) * world.size
+    step: Any = SimpleNamespace(number=1, trained_tokens=trained, trained_weight=trained)
     stop: Any = SimpleNamespace(received=None)
     micro_batches = [batch] * world.layout.micro_batches
     return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
