@@ -100,7 +100,8 @@ def test_its_adapters_open_with_peft_on_the_class_of_the_source(family, tokenize
 
     with torch.no_grad():
         adapted = logits(source, tmp_path / "run/adapter")
-        torch.testing.assert_close(adapted, logits(tmp_path / "run/model"), rtol=0, atol=1e-4)
+        merged = logits(tmp_path / "run/model")
+        assert (adapted - merged).norm() < 1e-5 * adapted.norm()  # CPUs round each logit otherwise
         assert (adapted - logits(source)).abs().max() > 0.1
 
 
