@@ -48,6 +48,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
 }
 _DIGESTED = ("tokens", "trained", "lengths")
 _LOG_EVERY_S = 10.0
+_MOST_WEIGHTS = 1000  # that are counted one by one
 
 
 class TokenDataset:
@@ -269,6 +270,7 @@ class _SetWriter:
         self.sums, self.hashes = RecordSums(), RecordHashes()
         self.n_tokens = self.n_trained = 0
         self._n_by_weight: Counter[float] = Counter()  # trained tokens whose weight is not 1
+        self._n_between = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
         self.sums.include(chunk)
@@ -290,8 +292,10 @@ class _SetWriter:
             "weighted": self.n_tokens + between,
             "weights": weights[between],
         }
+        self._n_between += len(between)
         if len(between):
-            self._n_by_weight.update(weights[between].tolist())
+            if len(self._n_by_weight) < _MOST_WEIGHTS:  # else each token may have its own
+                self._n_by_weight.update(weights[between].tolist())
             for column in ("weighted", "weights"):
                 self._digests.setdefault(column, xxhash.xxh3_128())
         for column, dtype in _COLUMNS.items():
@@ -313,10 +317,12 @@ class _SetWriter:
         sums = self.sums
         totals = f"{sums.n_records} records in {sums.n_sequences} sequences, {self.n_tokens} tokens"
         lines: dict[str, int | None] = {f"{totals}, {self.n_trained} of them trained": None}
-        if self._n_by_weight:
-            shares = [f"{np.float32(w)!s}: {n}" for w, n in sorted(self._n_by_weight.items())]
-            ones = self.n_trained - self._n_by_weight.total()
-            lines[f"trained tokens by weight | {first_few([*shares, f'1: {ones}'], 10)}"] = None
+        if self._n_between:
+            counts = {str(np.float32(w)): n for w, n in sorted(self._n_by_weight.items())}
+            counts["others"] = self._n_between - self._n_by_weight.total()
+            counts["1"] = self.n_trained - self._n_between
+            said = first_few([f"{weight}: {n}" for weight, n in counts.items() if n], 10)
+            lines[f"trained tokens by weight | {said}"] = None
         for (outcome, detail), line in sums.outcomes.lines().items():
             first = sums.first_records[outcome, detail, ""]
             if outcome in TOO_LONG:

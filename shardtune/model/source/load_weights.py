@@ -48,6 +48,7 @@ _PIECE_BYTES = 8 << 20  # one read of a thread
 _READERS = 4  # threads per rank
 _FIRST_REPORT_S, _REPORT_EVERY_S = 5, 10
 _DTYPES = DTYPES_IN_SAFETENSORS | DTYPES_OF_PARTS
+Shard = Callable[[PreTrainedModel], None]  # shards a model in place
 
 
 class StoredTensor:
@@ -265,7 +266,7 @@ def load_sharded(
     skeleton: PreTrainedModel,
     model_config: ModelConfig,
     device: torch.device,
-    shard: Callable[[PreTrainedModel], None],
+    shard: Shard,
 ) -> PreTrainedModel:
     """Load the weights into a model like the skeleton, which is sharded before they are read."""
     path, new_tokens = model_config.path, read_new_tokens(model_config)
@@ -291,10 +292,7 @@ def load_sharded(
 
 
 def _sharded_class(
-    skeleton: PreTrainedModel,
-    device: torch.device,
-    shard: Callable[[PreTrainedModel], None],
-    new_tokens: NewTokens,
+    skeleton: PreTrainedModel, device: torch.device, shard: Shard, new_tokens: NewTokens
 ) -> type[Any]:
     """Return a subclass of the skeleton's class that `from_pretrained` shards before it reads."""
     model_class, names = type(skeleton), sorted(skeleton.state_dict())
