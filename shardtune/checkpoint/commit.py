@@ -226,6 +226,8 @@ def _choose(
     newest = sorted(ranks, key=lambda name: step_of(Path(name)), reverse=True)
     # A disk that joined the run later lacks older checkpoints, which the others may have.
     newest_first = [name for name in newest if len(_files(name, disks)) >= ranks[name]]
+    if attempt.pinned is None:  # no copies: older ones stay until the new disk has enough
+        newest_first = [name for name in newest_first if all(name in disk for disk in disks)]
     pinned: list[str] = []
     if attempt.pinned is not None:
         pinned = [*attempt.pinned]
