@@ -247,10 +247,10 @@ class ChatEncoder:
         for i, weight in lighter.items():
             turn = chat.turn(i)
             if not text.startswith(turn.text[: turn.end]):
+                said = f"is to count {weight:g}" if weight else "is not to be trained"
                 raise ChatError(
-                    f"{self.template.name} rewrites messages[{i}] (assistant), which is "
-                    f"{f'to count {weight:g}' if weight else 'not to be trained'} - choose "
-                    "data.loss_on=assistant"
+                    f"{self.template.name} rewrites messages[{i}] (assistant), which {said} - "
+                    "choose data.loss_on=assistant"
                 )
             for t, (begin, stop) in enumerate(offsets):
                 if stop > turn.begin and begin < turn.end:

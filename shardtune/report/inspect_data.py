@@ -103,11 +103,11 @@ def sequences(
 def columns(train: TokenDataset, i: int) -> tuple[list[int], list[bool], dict[str, list[float]]]:
     """Return a sequence's tokens, whether each is trained, and `weights` if any is not 0 or 1."""
     tokens, weights = train[i]
-    texts = (
-        map(str, weights) if ((weights > 0) & (weights < 1)).any() else ()
-    )  # 0.3, not 0.30000001
-    shown = [float(text) for text in texts]
-    return tokens.tolist(), (weights > 0).tolist(), {"weights": shown} if shown else {}
+    trained = (weights > 0).tolist()
+    if not ((weights > 0) & (weights < 1)).any():
+        return tokens.tolist(), trained, {}
+    # By its text a float32 is 0.3, else 0.30000001.
+    return tokens.tolist(), trained, {"weights": [float(str(weight)) for weight in weights]}
 
 
 def counts(trained: Sequence[bool], weights: Mapping[str, Sequence[float]]) -> str:

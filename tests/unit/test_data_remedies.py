@@ -235,3 +235,13 @@ def test_the_documented_command_drops_duplicates(model, tmp_path):
     finish(completed(["bash", "-ec", command], cwd=tmp_path, env=os.environ | ours))
     clean = Run(model, tmp_path / "clean.jsonl", eval=str(evaluation))
     assert counts(clean) == {} and len(clean.prepared.train) == 3
+
+
+def test_a_role_counts_as_found_where_the_records_that_have_it_are_dropped(tmp_path):
+    long = chat("Rain?", "yes " * 99)
+    long["messages"][0]["role"] = "customer"
+    file = write(tmp_path / "a.jsonl", [long, *[chat("Rain?", "Yes.")] * 99])
+    options = {"roles": {"customer": "user"}, "max_length": 256, "overflow": "error"}
+    run = Run(save_model(tmp_path / "model", TEMPLATE), file, on_broken="drop", **options)
+    assert len(run.prepared.train) == 99
+    assert not any("customer" in line for line in run.prepared.lines)

@@ -285,15 +285,6 @@ def test_columns_and_roles_reach_into_turns(models, tmp_path):
     assert any("data.columns.messages.content=boddy: no record of any source" in s for s in said)
 
 
-def test_a_role_counts_as_found_where_the_records_that_have_it_are_dropped(models, tmp_path):
-    long = {"messages": [turn("customer", "Rain?"), turn("assistant", "yes " * 99)]}
-    file = write(tmp_path / "a.jsonl", [long, *[chat("Rain?", "Yes.")] * 99])
-    options = {"roles": {"customer": "user"}, "max_length": 256, "overflow": "error"}
-    run = Run(models["qwen2_5"], file, on_broken="drop", **options)
-    assert trained(run) == [f"Yes.{END}"] * 99
-    assert not any("customer" in line for line in run.prepared.lines)
-
-
 def test_a_context_message_that_is_lost_is_a_warning(models, tmp_path):
     messages = [turn("critic", "Bad."), *chat("Rain?", "Yes.")["messages"]]
     run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))

@@ -340,13 +340,10 @@ def _sharded_class(
         def _load_pretrained_model(
             model: PreTrainedModel, states: Any, files: Any, load: Any
         ) -> Any:
-            for conversion in load.weight_mapping:
-                if type(conversion) is WeightConverter:
-                    conversion.__class__ = SliceConverter
+            _convert_slices(load.weight_mapping)
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
             with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
-                for name in rows_of_tokens(skeleton, tensors) if new_tokens.pieces else ():
-                    tensors[name] = WithNewRows(tensors[name], new_tokens)
+                _add_rows(skeleton, tensors, new_tokens)
                 read = model_class._load_pretrained_model(model, tensors, None, load)
             _leave_as_read(model)
             return read
@@ -354,6 +351,20 @@ def _sharded_class(
     # transformers finds its conversions by the class's name.
     Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
     return Sharded
+
+
+def _convert_slices(conversions: Sequence[Any]) -> None:
+    for conversion in conversions:
+        if type(conversion) is WeightConverter:
+            conversion.__class__ = SliceConverter
+
+
+def _add_rows(
+    skeleton: PreTrainedModel, tensors: dict[str, Sliceable], new_tokens: NewTokens
+) -> None:
+    """Let the stored embedding and head have rows of new tokens, if there are any."""
+    for name in rows_of_tokens(skeleton, tensors) if new_tokens.pieces else ():
+        tensors[name] = WithNewRows(tensors[name], new_tokens)
 
 
 def _leave_towers_out(model: PreTrainedModel) -> None:
