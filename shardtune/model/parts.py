@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a preflight asks for versions alone: torch's import takes s
     from transformers import PreTrainedModel
 
 FACTORS = ("lora_A", "lora_B")
+ROWS = "token_rows"  # of new tokens, beside a frozen embedding or head
 
 
 def is_factor(name: str) -> bool:
