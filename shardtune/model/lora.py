@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -263,15 +263,16 @@ def _with_rows(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"{kind.__name__}WithRows", (EmbeddingRows, kind), {})
 
 
-def ends_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the embedding and the head by the names that `lora.whole` has for them."""
-    return {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+class End(NamedTuple):
+    """The embedding or the head, where it trains beside the factors, whole or rows of it."""
 
+    module: str  # its full name
+    is_whole: bool
 
-def whole_ends(model: PreTrainedModel, config: LoraConfig) -> set[str]:
-    """Return which of `ends_of` train whole; a tied weight is that of both."""
-    is_tied = bool(model.all_tied_weights_keys)
-    return {*ends_of(model)} if config.whole and is_tied else {*config.whole}
+    @property
+    def trained(self) -> str:
+        """The name of the tensor that trains."""
+        return f"{self.module}.{'weight' if self.is_whole else ROWS}"
 
 
 def trained_rows(model: PreTrainedModel, config: LoraConfig) -> list[int]:
@@ -279,24 +280,39 @@ def trained_rows(model: PreTrainedModel, config: LoraConfig) -> list[int]:
     return sorted(NewTokens.of(model.config).pieces) if config.rows == "new" else []
 
 
+def trained_ends(model: PreTrainedModel, config: LoraConfig) -> list[End]:
+    """Return what trains of the embedding and the head. A tied weight is that of both."""
+    names = {module: name for name, module in model.named_modules()}
+    whole = {*config.whole}
+    if whole and model.all_tied_weights_keys:
+        whole = {"embed_tokens", "lm_head"}
+    ends = [
+        End(names[module], key in whole)
+        for key, module in (
+            ("embed_tokens", model.get_input_embeddings()),
+            ("lm_head", model.get_output_embeddings()),
+        )
+    ]
+    return [end for end in ends if end.is_whole or trained_rows(model, config)]
+
+
 def _train_ends(model: PreTrainedModel, config: LoraConfig) -> None:
     """Let the whole embedding and head of `lora.whole` train, and rows of the others."""
-    ends, whole, ids = ends_of(model), whole_ends(model, config), trained_rows(model, config)
-    for name in whole:
-        weight = ends[name].weight.requires_grad_()
-        weight.data = weight.data.float()
-    tied = model.all_tied_weights_keys
-    for name, module in ends.items() if ids else ():
-        if name in whole:
-            continue
+    ids, tied = trained_rows(model, config), model.all_tied_weights_keys
+    for end in trained_ends(model, config):
+        module: Any = model.get_submodule(end.module)
+        weight = module.weight
         kind: Any = type(module)
+        if end.is_whole:
+            weight.requires_grad_()
+            weight.data = weight.data.float()
+            continue
         if kind is not nn.Linear and not issubclass(kind, nn.Embedding):
             raise UserError(
-                f"lora.rows: the {name} of {model.config.model_type} is a {kind.__name__}, "
-                "of which no row can train alone - set lora.rows=none"
+                f"lora.rows: {end.module} of {model.config.model_type} is a {kind.__name__}, of "
+                "which no row can train alone - set lora.rows=none"
             )
-        shape = len(ids), module.weight.shape[1]
-        empty = torch.empty(shape, dtype=torch.float32, device=module.weight.device)
+        empty = torch.empty(len(ids), weight.shape[1], dtype=torch.float32, device=weight.device)
         module.register_parameter(ROWS, nn.Parameter(empty))
         module.runs = runs_of(ids)
         module.__class__ = HeadWithRows if kind is nn.Linear else _with_rows(kind)
@@ -351,9 +367,11 @@ def describe_adapters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     counts = Counter(target.in_layer for target in targets)
     experts = "" if any(target.group == "experts" for target in targets) else "no "
     scaled = f"alpha {config.scaled_by:g}{' (rsLoRA)' * config.rslora}"
-    whole, ids = whole_ends(model, config), trained_rows(model, config)
-    ends = [f"{name} whole" for name in ends_of(model) if name in whole]
-    ends += [f"{len(ids)} rows of {name}" for name in ends_of(model) if ids and name not in whole]
+    rows = f"{len(trained_rows(model, config))} rows of "
+    ends = [
+        f"{'the whole ' if end.is_whole else rows}{end.module}"
+        for end in trained_ends(model, config)
+    ]
     return [
         f"LoRA: rank {config.rank}, {scaled}, {experts}experts among its modules: "
         + ", ".join(f"{n} x {name}" for name, n in counts.items()),

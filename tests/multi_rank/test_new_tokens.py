@@ -35,7 +35,8 @@ from shardtune.errors import UserError
 
 FULL = pytest.mark.full
 TOKENS = ["<call>", "</call>", "rank of ranks"]
-GIVEN = "model.new_tokens={special: [<call>, </call>], plain: [rank of ranks]}"
+KNOWN = "<|im_end|>"  # to the source; beside adapters its row trains, too
+GIVEN = f"model.new_tokens={{special: [<call>, </call>], plain: [rank of ranks, {KNOWN}]}}"
 
 
 def resized(source: Path, folder: Path, rows: int) -> Path:
@@ -105,30 +106,32 @@ def test_new_tokens_train_as_in_a_resized_model(family, meshes, more, sharp, tmp
         assert tokenizer(text)["input_ids"] == again(text)["input_ids"]
 
 
-BOTH = ["model.embed_tokens", "lm_head"]
+BOTH = ["embed_tokens", "lm_head"]
 
 
 @pytest.mark.parametrize(
-    ("family", "meshes", "whole"),
+    ("family", "meshes", "keys"),
     [
-        ("tied_llama", [Mesh(2), Mesh(4, stages=2)], []),
-        ("glm", [Mesh(4, 2)], ["lm_head"]),
-        pytest.param("llama", [Mesh(1), Mesh(2, tensor=2)], [], marks=FULL),
-        pytest.param("qwen3", [Mesh(4, stages=2), Mesh(2)], ["embed_tokens"], marks=FULL),
-        pytest.param("tied_llama", [Mesh(4, stages=2), Mesh(1)], ["lm_head"], marks=FULL),
-        pytest.param("glm", [Mesh(1), Mesh(4, 2, stages=2)], [], marks=FULL),
+        ("tied_llama", [Mesh(2), Mesh(4, stages=2)], {}),
+        ("glm", [Mesh(4, 2)], {"whole": ["lm_head"]}),
+        pytest.param("llama", [Mesh(1), Mesh(2, tensor=2)], {}, marks=FULL),
+        pytest.param("llama", [Mesh(2)], {"rows": "none"}, marks=FULL),
+        pytest.param("qwen3", [Mesh(4, stages=2), Mesh(2)], {"whole": BOTH[:1]}, marks=FULL),
+        pytest.param("tied_llama", [Mesh(4, stages=2), Mesh(1)], {"whole": BOTH[1:]}, marks=FULL),
+        pytest.param("glm", [Mesh(1), Mesh(4, 2, stages=2)], {}, marks=FULL),
     ],
 )
 def test_rows_and_whole_ends_train_beside_adapters_as_in_peft(
-    family, meshes, whole, sharp, tmp_path
+    family, meshes, keys, sharp, tmp_path
 ):
     source, records = sharp[family], chats_with_tokens()
     folder = tmp_path / "resized"
     rows = rows_with_tokens(source)
     tokenizer = AutoTokenizer.from_pretrained(resized(source, folder, rows))
-    ids, is_tied = tokenizer.convert_tokens_to_ids(TOKENS), family == "tied_llama"
-    saved = [end for end in BOTH if end.rpartition(".")[2] in whole or (is_tied and whole)]
-    of_rows = {end: ids for end in BOTH[: 1 if is_tied else 2] if end not in saved}
+    ids, is_tied = tokenizer.convert_tokens_to_ids([*TOKENS, KNOWN]), family == "tied_llama"
+    ends, whole = BOTH[: 1 if is_tied else 2], keys.get("whole", [])
+    saved = [end for end in ends if end in whole or (is_tied and whole)]
+    of_rows = {end: ids for end in ends if end not in saved and "rows" not in keys}
     targets = TARGETS["glm" if family == "glm" else "llama"]
     model = peft_model(
         folder,
@@ -137,17 +140,18 @@ def test_rows_and_whole_ends_train_beside_adapters_as_in_peft(
         12,
         **targets,
         trainable_token_indices=of_rows or None,
-        modules_to_save=saved[: 1 if is_tied else 2] or None,
+        modules_to_save=saved or None,
         ensure_weight_tying=is_tied,
     )
     encoded = [encode(tokenizer, record) for record in records]
     losses, norms = plain_lora_training(model, encoded, [RATE] * 4)
     for number, mesh in enumerate(meshes, 1):
         given = [GIVEN, "train.epochs=4", f"train.max_steps={4 * number // len(meshes)}"]
-        given += ["lora.rank=3", "lora.alpha=12", f"lora.whole={whole}", *mesh.assignments()]
+        given += ["lora.rank=3", "lora.alpha=12", *mesh.assignments()]
+        given += [f"lora.{key}={value}" for key, value in keys.items()]
         given = on_uneven_chats(source, tmp_path, *given, records=records)
         said = finish(train(mesh.ranks, *given, cwd=tmp_path))
-    assert f"{len(TOKENS)} rows of" in said or not of_rows
+    assert f"{len(ids)} rows of" in said or not of_rows
     steps = read_metrics(tmp_path / "run", "step")
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6)
     assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=1e-6)

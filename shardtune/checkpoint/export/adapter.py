@@ -29,13 +29,13 @@ from shardtune.checkpoint.export.model_files import (
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.lora import (
+    End,
     Target,
     choose_targets,
     delta,
-    ends_of,
+    trained_ends,
     trained_rows,
     weights_of_layers,
-    whole_ends,
 )
 from shardtune.model.moe.grouped_experts import trait
 from shardtune.model.parts import ROWS, is_stack
@@ -61,8 +61,7 @@ class Adapter(Export):
         model = on_meta(assets["config.json"])
         targets = choose_targets(model, lora)
         source = json.loads(assets[SOURCE])["path"] if SOURCE in assets else None
-        ends = _trained_ends(model, lora)
-        config = _peft_config(model, targets, lora, source) | _peft_ends(model, lora, ends)
+        config = _peft_config(model, targets, lora, source) | _peft_ends(model, lora)
         # The tokens and the template of training. A config.json would make this a whole model.
         beside = {n: assets[n] for n in assets if n not in (SOURCE, "config.json")}
         self._assets = beside | {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
@@ -80,7 +79,7 @@ class Adapter(Export):
                 exported = f"{path}.lora_{factor}.weight"
                 kind = (dtype, list(_to_peft(torch.empty(shape, device="meta"), name).shape))
                 units.append(Unit([f"{MODEL}{name}"], {exported: kind}, {exported: exported}))
-        for name in ends.values():
+        for name in (end.trained for end in _ends(model, lora)):
             dtype, shape = stored[f"{MODEL}{name}"]
             # peft reads the weight of a whole embedding once more for a head that is tied to it.
             tied = [other for other, kept in model.all_tied_weights_keys.items() if kept == name]
@@ -95,24 +94,16 @@ class Adapter(Export):
         yield from (tensor for _ in unit.exported)
 
 
-def _trained_ends(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
-    """Return what trains of embedding and head, a tied one once: module -> name of the tensor."""
-    names = {module: name for name, module in model.named_modules()}
-    whole, ids = whole_ends(model, lora), trained_rows(model, lora)
-    trained = {
-        names[module]: f"{names[module]}.{'weight' if end in whole else ROWS}"
-        for end, module in ends_of(model).items()
-        if end in whole or ids
-    }
-    return dict([*trained.items()][: 1 if model.all_tied_weights_keys else 2])
+def _ends(model: PreTrainedModel, lora: LoraConfig) -> list[End]:
+    """Return what trains of the embedding and the head; of tied ones the first alone."""
+    return trained_ends(model, lora)[: 1 if model.all_tied_weights_keys else 2]
 
 
-def _peft_ends(model: PreTrainedModel, lora: LoraConfig, ends: Mapping[str, str]) -> dict[str, Any]:
-    whole = [module for module, name in ends.items() if not name.endswith(ROWS)]
-    rows = {module: trained_rows(model, lora) for module in ends if module not in whole}
+def _peft_ends(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
+    ends, ids = _ends(model, lora), trained_rows(model, lora)
     return {
-        "modules_to_save": whole or None,
-        "trainable_token_indices": rows or None,
+        "modules_to_save": [end.module for end in ends if end.is_whole] or None,
+        "trainable_token_indices": {end.module: ids for end in ends if not end.is_whole} or None,
         "ensure_weight_tying": bool(ends and model.all_tied_weights_keys),
     }
 
@@ -183,8 +174,8 @@ class MergedModel(WholeModel):
         self._source_files = files_with(json.loads(assets[SOURCE])["tensors"], folder)
         self._scaling = lora.scaling
         self._targets = {f"{MODEL}{t.weight}": t for t in choose_targets(model, lora)}
-        self._rows, ends = trained_rows(model, lora), _trained_ends(model, lora)
-        self._ends = {f"{MODEL}{module}.weight": f"{MODEL}{name}" for module, name in ends.items()}
+        self._rows = trained_rows(model, lora)
+        self._ends = {f"{MODEL}{end.module}.weight": end for end in _ends(model, lora)}
 
     @property
     def stored(self) -> list[str]:
@@ -192,15 +183,15 @@ class MergedModel(WholeModel):
         for name in super().stored:
             if name in self._targets:
                 names += [f"{MODEL}{factor}" for factor in self._targets[name].factors]
-            names += [self._ends[name]] if name in self._ends else []
+            if name in self._ends:
+                names.append(f"{MODEL}{self._ends[name].trained}")
         return names
 
     def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
-        if trained := self._ends.get("".join(unit.stored)):
-            values = read(trained)
+        if end := self._ends.get("".join(unit.stored)):
+            values = weight = read(f"{MODEL}{end.trained}")
             for name, (dtype, _) in unit.exported.items():
-                weight = values
-                if trained.endswith(ROWS):
+                if not end.is_whole:
                     weight = self._read_source(name)[name].float()
                     weight[self._rows] = values
                 yield in_dtype(name, weight, dtype)
