@@ -26,7 +26,6 @@ GROUPS = [
     [
         "chameleon",  # logits that are changed in place
         "lfm2_moe",  # convolutions
-        "deepseek_v32",  # an indexer
     ],
     [
         "qwen3_5_moe",  # experts with a state
