@@ -16,8 +16,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from shardtune.config import ModelConfig
-from shardtune.data.hub import read_config_json
 from shardtune.errors import UserError
+from shardtune.hub import read_config_json
 
 _ROWS = 64  # the vocabulary grows to a multiple of these
 

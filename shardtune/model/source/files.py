@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
-from shardtune.data.hub import hub_problem, read_config_json
 from shardtune.data.new_tokens import read_new_tokens
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
+from shardtune.hub import hub_problem, read_config_json
 from shardtune.model.source.quantisation import MODELOPT
 from shardtune.model.source.quantised import quantised_problems, take_quantization
 from shardtune.model.source.text_model import build_text_model, require_text
