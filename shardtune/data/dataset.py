@@ -346,7 +346,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     }
     n_bytes = max(1, sum(source.n_bytes for source in sources.values()))
     logged_at = time.monotonic()
-    sums = {key: SourceSums() for key in sources}
+    sums = {key: SourceSums(source.key, source.spec) for key, source in sources.items()}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for tokenized in chunks:
             chunk = tokenized.chunk
@@ -359,7 +359,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
                 done = sum(each.n_bytes for each in sums.values()) / n_bytes
                 logger.info(f"Data: {n_read:,} records read, {done:.0%} of the files")
     of_sets = {name: writer.sums for name, writer in writers.items()}
-    if problems := problems_of(data, sources, sums, of_sets):
+    if problems := problems_of(data, sums, of_sets):
         raise UserError(*problems)
     # Each line, and if it is about records of data.train, the index of the first of these.
     said: dict[str, int | None] = dict.fromkeys(_unread_options(tokenizer, sets["train"]))
