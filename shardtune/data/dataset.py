@@ -22,10 +22,9 @@ from transformers import AutoTokenizer
 from shardtune.config import DataConfig, ModelConfig
 from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
-from shardtune.data.duplicates import RecordHashes, describe_leaks
 from shardtune.data.new_tokens import add_new_tokens
 from shardtune.data.records import TOO_LONG, Outcome, RecordSums
-from shardtune.data.refusal import SourceSums, problems_of
+from shardtune.data.refusal import RecordHashes, SourceSums, describe_leaks, problems_of
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line

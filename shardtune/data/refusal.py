@@ -1,4 +1,4 @@
-"""Why sources cannot be used, or which of their records are left out: sums over each, in words."""
+"""Why sources cannot be used, or what is said of their records: sums over each, in words."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from shardtune.config import DataConfig
 from shardtune.data.records import TOO_LONG, BrokenRecord, Outcome, RecordSums
-from shardtune.data.tokenize import TokenizedChunk
+from shardtune.data.tokenize import RecordHash, TokenizedChunk
 from shardtune.errors import counted, first_few
 
 _NAMED_PROBLEMS = 10
 _OFTEN_BROKEN = 0.1  # a source with more broken records has a form that was not recognised
-
-SumsBySource = Mapping[tuple[str, int], "SourceSums"]  # by its set, and its index there
-SetSums = Mapping[str, RecordSums]  # over each set of records
 
 
 class BrokenRecords:
@@ -97,6 +96,10 @@ class SourceSums:
         count = f"broken records, dropped: {self.broken.count} of {self.n_read}"
         lines = {count: min(kinds.values())} | kinds
         return {f"WARNING: {line}": record for line, record in lines.items()}
+
+
+SumsBySource = Mapping[tuple[str, int], SourceSums]  # by its set, and its index there
+SetSums = Mapping[str, RecordSums]  # over each set of records
 
 
 def problems_of(data: DataConfig, sums: SumsBySource, sets: SetSums) -> list[str]:
@@ -180,3 +183,36 @@ def _unmatched_roles(data: DataConfig, sets: Iterable[RecordSums]) -> list[str]:
         f"{first_few(found, 10) or 'none'}"
         for role in data.roles.keys() - found
     ]
+
+
+class RecordHashes:
+    """The hashes of all records of a set that have a row."""
+
+    def __init__(self) -> None:
+        self._parts = [np.empty((0, 2), np.uint64)]
+
+    def add(self, hashes: Sequence[RecordHash]) -> None:
+        self._parts.append(np.array(hashes, np.uint64).reshape(-1, 2))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def shared_with(self, other: RecordHashes) -> list[int]:
+        """Return the records whose tokens equal those of a record in `other`, trained or not."""
+        tokens, records = np.concatenate(self._parts).T
+        of_other, _ = np.concatenate(other._parts).T
+        return records[np.isin(tokens, of_other)].tolist()
+
+
+def describe_leaks(sets: Mapping[str, RecordHashes]) -> dict[str, int]:
+    """Return a line for each set with records of data.train, and the first of these there."""
+    remedy = (
+        "the perplexity tells nothing of new text; docs/data.md has the command that drops them"
+    )
+    lines = {}
+    for name, hashes in sets.items():
+        if name != "train" and (shared := hashes.shared_with(sets["train"])):
+            line = f"data.{name}: WARNING: records that data.train has too"
+            line += f": {len(shared)} of {len(hashes)} - {remedy}"
+            lines[line] = sets["train"].shared_with(hashes)[0]
+    return lines
