@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
+import os
+import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +24,6 @@ import xxhash
 from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig, ModelConfig
-from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.new_tokens import add_new_tokens
 from shardtune.data.records import TOO_LONG, Outcome, RecordSums
@@ -30,6 +33,7 @@ from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.hub import hub_problem, read_config_json
 from shardtune.log import logger, node_logger
+from shardtune.run_files import cache_folder
 
 # One file for each column of a set; tokens and trained flags stand end to end. Of the last two one
 # says which tokens have a weight between 0 and 1, the other has these weights.
@@ -46,6 +50,8 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "weights": np.float32,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
+# An entry that differs from these digests is made anew. `xxhsum -c` reads the file, too.
+_DIGESTS = "digests.xxh128"
 _LOG_EVERY_S = 10.0
 _MOST_WEIGHTS = 1000  # that are counted one by one
 
@@ -212,16 +218,16 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     # Large data starts worker processes, which import the main module anew.
     started = time.monotonic()
     sets = find_sources(data)
-    entry = cache_root() / _cache_key(sets, data, encoder)
+    entry = cache_folder("data") / _cache_key(sets, data, encoder)
     if entry.exists():
-        if not (damaged := damaged_files(entry)):
+        if not (damaged := _damaged_files(entry)):
             logger.info(f"Data: cached in {entry}")
             return entry
         # Other nodes may have an intact entry, so that this node says it.
         remedy = "the data is tokenized anew; if this happens again, check the disk"
         node_logger.warning(f"{entry}: damaged ({first_few(damaged, 10)}) - {remedy}")
     try:
-        with new_entry(entry) as folder:
+        with _new_entry(entry) as folder:
             _build(folder, sets, ChunkTokenizer(encoder, data))
     except OSError as error:
         what = f"{entry.parent}: the data cache cannot be written ({error.strerror})"
@@ -249,6 +255,57 @@ def _cache_key(sets: dict[str, list[Source]], data: DataConfig, encoder: ChatEnc
         [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def _damaged_files(entry: Path) -> list[str]:
+    """Return the names of the files that are missing or differ from their digests."""
+    try:
+        recorded = (entry / _DIGESTS).read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return [_DIGESTS]
+    return sorted(
+        {line.partition("  ")[2] or _DIGESTS for line in {*recorded} ^ {*_digests(entry)}}
+    )
+
+
+def _digests(folder: Path) -> list[str]:
+    """Return a line with digest and name for each readable file, except the file of digests."""
+    lines = []
+    # NFS keeps the bytes of a replaced file that a run maps under a hidden name.
+    for file in sorted(each for each in folder.glob("[!.]*") if each.name != _DIGESTS):
+        with contextlib.suppress(OSError), file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            lines.append(f"{digest}  {file.name}")
+    return lines
+
+
+@contextlib.contextmanager
+def _new_entry(entry: Path) -> Iterator[Path]:
+    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error."""
+    # The new files replace those of an existing entry. These are equal, since the key decides every
+    # byte, or damaged. A process that maps an old file keeps it.
+    folder = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        (folder / _DIGESTS).write_text("".join(f"{line}\n" for line in _digests(folder)), "utf-8")
+        for file in folder.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        try:
+            folder.rename(entry)
+        except OSError:
+            if not entry.exists():
+                raise
+            for file in entry.glob("[!.]*"):  # else a strange file would look damaged again
+                if file.is_dir():
+                    shutil.rmtree(file)
+                elif not (folder / file.name).exists():
+                    file.unlink()
+            for file in folder.iterdir():
+                file.replace(entry / file.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_prepared(entry: Path) -> PreparedData:
