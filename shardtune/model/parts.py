@@ -7,8 +7,10 @@ modules are decoder layers.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -28,6 +30,15 @@ def is_factor(name: str) -> bool:
 def is_stack(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a matrix for each expert, the experts first."""
     return parameter.dim() == 3
+
+
+def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, module and number of experts of each stack that takes a router's choices."""
+    for name, module in model.named_modules():
+        stacks = [*filter(is_stack, module.parameters(recurse=False))]
+        # The module itself, tokens, the router's choices and their weights.
+        if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
+            yield name, module, stacks[0].shape[0]
 
 
 def is_in_list(name: str) -> bool:

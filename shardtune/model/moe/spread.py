@@ -9,8 +9,6 @@ the same experts, `expert_shard` and `replicate`, are an FSDP group of their own
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -79,15 +77,6 @@ def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
     plan = _plan_of_experts(model) if has_new_transformers() and model.ep_plan else {}
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
-
-
-def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
-    """Yield name, module and number of experts of each stack that takes a router's choices."""
-    for name, module in model.named_modules():
-        stacks = [*filter(is_stack, module.parameters(recurse=False))]
-        # The module itself, tokens, the router's choices and their weights.
-        if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
-            yield name, module, stacks[0].shape[0]
 
 
 def is_whole_stack(parameter: torch.Tensor) -> bool:

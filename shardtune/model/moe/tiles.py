@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from shardtune.model.moe.spread import stacked_experts
-from shardtune.model.parts import is_stack
+from shardtune.model.parts import is_stack, stacked_experts
 
 
 def tile_layers(model: PreTrainedModel, layers: list[nn.Module], tiles: int) -> None:
