@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from shardtune.distributed.exchange import heads_between
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
@@ -21,7 +22,6 @@ from shardtune.model.documents.flash_attention import (
     flash_attention_name,
     keep_second,
 )
-from shardtune.model.documents.head_exchange import describe_rows, heads_between
 from shardtune.model.documents.one_by_one import (
     OneByOne,
     dense_attention,
@@ -74,8 +74,6 @@ def choose_attention(model: PreTrainedModel, longest_document: int, world: World
     logger.info(f"Attention: {attention.text}{detail}")
     if problem := not_shared(attention, layout):
         raise RunFailed(problem)
-    if layout.row_ranks > 1:
-        logger.info(describe_rows(model, layout))
     if leak := leak_under_mask(attention, trial):
         raise RunFailed(mixing_refusal(model, layout, leak, "its logits"))
     if line := describe_indexers(model, longest_document):

@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from shardtune.data.batch import slice_lengths
+from shardtune.distributed.exchange import HeadExchange
 from shardtune.distributed.layout import Layout
 from shardtune.model import documents
 from shardtune.model.documents import Tried
-from shardtune.model.documents.head_exchange import HeadExchange
 from shardtune.model.fsdp_groups import forward_only
 
 # Tokens of each document of the row for trials; the logits of the last document are compared.

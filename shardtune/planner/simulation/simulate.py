@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.data.batch import Batch, slice_lengths
+from shardtune.distributed.exchange import heads_between
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
@@ -29,7 +30,6 @@ from shardtune.errors import UserError
 from shardtune.model.build import build_on_meta, run_as_on_gpus
 from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
 from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
-from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.documents.one_by_one import (
     call_one_by_one,
     decays_by_head,
