@@ -33,7 +33,6 @@ from shardtune.model.documents.one_by_one import (
     state_mixers,
     takes_boundaries,
 )
-from shardtune.model.source.text_model import set_attention
 
 _NO_INTERFACE = "does not use transformers' attention interface"
 
@@ -154,7 +153,7 @@ def decide_attention(trial: LogitsTrial, longest_document: int) -> Attention:
             if keeps_states_only(model):
                 text = "none, as all layers keep a state"
             return Attention(True, True, text, ways=(*sorted(trial.tried.ways),))
-        set_attention(model, usual)
+        _set_attention(model, usual)
         if dense:
             dense.remove()
         # Ranks that share rows exchange heads in `document_attention` alone.
@@ -205,7 +204,7 @@ def _objection(trial: LogitsTrial) -> str:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(_architecture_of(part)._can_set_attn_implementation() for part in parts):
         return _NO_INTERFACE
-    set_attention(model, DOCUMENT_ATTENTION)
+    _set_attention(model, DOCUMENT_ATTENTION)
     objections = tried.objections = list[str]()
     try:
         trial.logits(TRIAL_LENGTHS)
@@ -222,3 +221,13 @@ def _architecture_of(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return a model's own class, not FSDP2's subclass: transformers reads its source."""
     classes: Any = type(model).__mro__
     return next(each for each in classes if not issubclass(each, FSDPModule))
+
+
+def _set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Set how a model attends."""
+    # transformers warns of sections of the configuration whose towers are not built: left out.
+    config, parts = model.config, [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    built = {id(part.config) for part in parts}
+    sections = [name for name in config.sub_configs if id(getattr(config, name, None)) in built]
+    whole = [""] * model._can_set_attn_implementation()  # not if a tower has attention of its own
+    model.set_attn_implementation(dict.fromkeys([*whole, *sections], implementation))
