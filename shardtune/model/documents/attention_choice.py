@@ -14,14 +14,15 @@ from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.model.documents import Tried
-from shardtune.model.documents.attention import DOCUMENT_ATTENTION, model_makes_masks
-from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
-from shardtune.model.documents.flash_attention import (
+from shardtune.model.documents.attention import (
+    DOCUMENT_ATTENTION,
     agree_on_flash_attention,
     choose_flash_attention,
     flash_attention_name,
     keep_second,
+    model_makes_masks,
 )
+from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
 from shardtune.model.documents.one_by_one import (
     OneByOne,
     dense_attention,
