@@ -28,8 +28,13 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.build import build_on_meta, run_as_on_gpus
-from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
-from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
+from shardtune.model.documents.attention_choice import (
+    TRIAL_LENGTHS,
+    Attention,
+    LogitsTrial,
+    decide_attention,
+    not_shared,
+)
 from shardtune.model.documents.one_by_one import (
     call_one_by_one,
     decays_by_head,
