@@ -44,7 +44,7 @@ from shardtune.model.documents.one_by_one import (
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
-from shardtune.model.moe.tiles import tile_layers
+from shardtune.model.recomputation import tile_layers
 from shardtune.model.stages import layers_in
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause, Collective, Kernel, Peak
 from shardtune.planner.simulation.tracker import Tracker
