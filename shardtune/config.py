@@ -38,6 +38,7 @@ Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], Field(strict=False)
 Steps = Annotated[tuple[Count, Count], Field(strict=False)]
 Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
 NamesOrNone = Annotated[tuple[Text, ...], Field(strict=False)]
+Ends = Annotated[tuple[Literal["embed_tokens", "lm_head"], ...], Field(strict=False)]
 LossOn = Literal["assistant", "last", "all"]
 # The log has these names in lines of their own, and `Step.*Loss` must not match them.
 EvalName = Annotated[str, Field(pattern=r"^(?!.*Step)[\w.-]+$")]
@@ -303,8 +304,8 @@ class LoraConfig(Section):
     router, no head."""
     rows: Literal["new", "none"] = "new"
     """Rows of the embedding and the head that train beside the factors: those of new tokens."""
-    whole: NamesOrNone = ()
-    """Modules that train whole beside the factors. Not built yet: a name is refused."""
+    whole: Ends = ()
+    """The embedding and the head, where they train whole beside the factors."""
 
     @property
     def scaled_by(self) -> float:

@@ -22,7 +22,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from shardtune.config import KEYS, LORA_LR, RECORD_FIELDS, SECTIONS, Config, TrainSource
+from shardtune.config import (
+    KEYS,
+    LORA_LR,
+    RECORD_FIELDS,
+    SECTIONS,
+    Config,
+    LoraConfig,
+    TrainSource,
+)
 from shardtune.errors import UserError
 from shardtune.other_names import KEY_OF
 
@@ -172,8 +180,10 @@ def remarks(config: Config) -> list[str]:
     reasons = {
         "data.eval_fraction": data.eval is not None and "data.eval is given",
         **dict.fromkeys(
-            ("lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "export.merge"), no_lora
+            (*(f"lora.{key}" for key in LoraConfig.model_fields if key != "rank"), "export.merge"),
+            no_lora,
         ),
+        "lora.rows": no_lora or (not config.model.new_tokens and "model.new_tokens is empty"),
         **dict.fromkeys(("model.master_dtype", "optimizer.name", "optimizer.offload"), with_lora),
         "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
         "eval.every_steps": not has_eval_data and "no evaluation data is given",
@@ -299,11 +309,6 @@ def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> It
                 f"for {key}={_to_yaml(degree)}, which {work} document attention - use "
                 f"model.attention=auto, or {key}=1"
             )
-    if values.get("lora.whole"):
-        yield f"lora.whole ({origins['lora.whole']}) is not built yet - leave it out"
-    if values.get("model.new_tokens") and values.get("lora.rank"):
-        said = f"model.new_tokens ({origins['model.new_tokens']}) adds rows, and no row trains"
-        yield f"{said} beside factors yet - train all weights with lora.rank=null"
     sources, columns = (values.get(key) for key in ("data.train", "data.columns"))
     if isinstance(sources, list):
         said = f"data.train ({origins['data.train']})"

@@ -21,9 +21,8 @@ def training_state(
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the training state by a lasting name; tied weights appear once.
 
-    With adapters only their factors are trained: the frozen weights are in the files of
-    `model.path`. The optimizer's state is created here, because its first step would change the
-    weights.
+    With adapters only what trains is saved: the frozen weights are in the files of `model.path`.
+    The optimizer's state is created here, because its first step would change the weights.
     """
     tied = model.all_tied_weights_keys
     tensors: dict[str, torch.Tensor] = {}
@@ -60,8 +59,9 @@ def model_state(
     parameters: dict[str, torch.Tensor] = {
         tied.get(name, name): masters.get(name, tensor) for name, tensor in model.named_parameters()
     }
-    if factors := {name: tensor for name, tensor in parameters.items() if is_factor(name)}:
-        return {f"{MODEL}{name}": tensor for name, tensor in factors.items()}
+    if any(map(is_factor, parameters)):
+        trained = {tied.get(name, name) for name, p in model.named_parameters() if p.requires_grad}
+        return {f"{MODEL}{name}": t for name, t in parameters.items() if name in trained}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     tensors, places = parameters | buffers, {name: n for n, name in enumerate(persistent)}
     return {f"{MODEL}{name}": tensors[name] for name in sorted(tensors, key=places.__getitem__)}

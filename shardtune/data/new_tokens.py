@@ -2,7 +2,8 @@
 
 The row of a new token, of the embedding and of the head, is the mean of the rows of the pieces in
 which the source's tokenizer wrote its text. Rows behind the tokenizer's tokens come first; where
-they do not suffice, the vocabulary grows to the next multiple of 64.
+they do not suffice, the vocabulary grows to the next multiple of 64. A text that is a token already
+keeps its row, as its own piece; with adapters that row trains like a new one (`lora.rows`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from shardtune.errors import UserError
 from shardtune.hub import read_config_json
 
 _ROWS = 64  # the vocabulary grows to a multiple of these
+PIECES = "pieces_of_new_tokens"  # where a model's configuration has them, by the text of the id
 
 
 class NewTokens(NamedTuple):
-    """The pieces of each new token by its id, and sentences about texts that are tokens already."""
+    """The pieces of each token that is named, by its id, and sentences about tokens that exist."""
 
     pieces: dict[int, list[int]]
     notes: list[str]
+
+    @classmethod
+    def of(cls, config: Any) -> NewTokens:
+        """Return the tokens that `read_model_config` wrote into a model's configuration."""
+        given = getattr(config.get_text_config(), PIECES, {})
+        return cls({int(i): pieces for i, pieces in given.items()}, [])
 
     def vocabulary(self, vocabulary: int) -> int:
         """Return the rows of a source's embedding that has so many, with those of new tokens."""
@@ -55,7 +63,8 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens:
         if count > 1:
             problems.append(f"{text!r} stands there {count} times - name it once")
         elif text in known:
-            notes.append(f"model.new_tokens: {text!r} is a token already, and stays as it is")
+            notes.append(f"model.new_tokens: {text!r} is a token already, and keeps its row")
+            pieces[text] = [known[text]]
         elif not pieces[text]:
             problems.append(f"the tokenizer has no piece for {text!r} - name another text")
         elif (other := spellings.get(text.casefold())) is not None:
@@ -70,7 +79,7 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens:
             problems.append(f"the tokenizer does not write {text!r} as one token - name another")
     if problems:
         raise UserError(*(f"model.new_tokens: {problem}" for problem in problems))
-    return NewTokens({i: pieces[text] for text, i in new.items()}, notes)
+    return NewTokens({(known | new)[text]: pieces[text] for text in texts}, notes)
 
 
 class WithNewRows:
@@ -99,9 +108,30 @@ class WithNewRows:
                 content[row - first.start] = self._mean(pieces, others)
         return content
 
+    def only_new(self) -> _NewRows:
+        return _NewRows(self, sorted(self._new.pieces))
+
     def _read(self, rows: slice, others: tuple[slice, ...]) -> torch.Tensor:
         part: torch.Tensor = self._stored[(rows, *others)]
         return part.float()
 
     def _mean(self, pieces: Sequence[int], others: tuple[slice, ...]) -> torch.Tensor:
         return torch.cat([self._read(slice(i, i + 1), others) for i in pieces]).mean(0)
+
+
+class _NewRows:
+    """The rows of new tokens alone, by their ids."""
+
+    def __init__(self, all_rows: WithNewRows, ids: Sequence[int]) -> None:
+        self._all_rows, self._ids = all_rows, ids
+
+    def get_shape(self) -> list[int]:
+        return [len(self._ids), *self._all_rows.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        return self._all_rows.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *others = (slice(None),) if index is Ellipsis else index
+        rows = [self._all_rows[(slice(i, i + 1), *others)] for i in self._ids[first]]
+        return torch.cat(rows or [self._all_rows[(slice(0, 0), *others)]])

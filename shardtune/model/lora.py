@@ -15,9 +15,9 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,17 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from shardtune.config import LoraConfig
+from shardtune.data.new_tokens import NewTokens
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
+from shardtune.model.loss import HeadWithRows
 from shardtune.model.moe.grouped_experts import (
     are_stacked,
     gathering_forward,
     stack_product,
     trait,
 )
-from shardtune.model.parts import FACTORS, decoder_layers, is_factor, is_in_list, is_stack
+from shardtune.model.parts import FACTORS, ROWS, decoder_layers, is_factor, is_in_list, is_stack
 
 _GROUPS = ("attention", "experts")  # the names that `lora.targets` may have
 _ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
@@ -79,6 +81,29 @@ class LoraExperts(nn.Module):
         dropped = F.dropout(rows, self.lora_dropout, self.training)
         adapted = _grouped_linear(_grouped_linear(dropped, a, ends), b, ends)
         return output + adapted * self.lora_scaling
+
+
+class EmbeddingRows(nn.Module):
+    """Takes the rows `runs` of an embedding from `token_rows`, as a base class beside its own."""
+
+    token_rows: nn.Parameter  # (rows of all runs, width); they train while the weight is frozen
+    runs: Sequence[slice]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        looked_up, before, places = super().forward(ids), 0, torch.full_like(ids, -1)
+        for run in self.runs:
+            is_in = (ids >= run.start) & (ids < run.stop)
+            places = torch.where(is_in, ids - run.start + before, places)
+            before += run.stop - run.start
+        # The class's own forward may scale the rows that it looks up.
+        own: Any = self
+        weight, padding = own._parameters["weight"], own.padding_idx
+        own._parameters["weight"], own.padding_idx = self.token_rows, None
+        try:
+            trained = super().forward(places.clamp(min=0))
+        finally:
+            own._parameters["weight"], own.padding_idx = weight, padding
+        return torch.where((places >= 0).unsqueeze(-1), trained, looked_up)
 
 
 @dataclass(frozen=True)
@@ -225,6 +250,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
             empty = torch.empty(*stack, *shape, dtype=torch.float32, device=weight.device)
             module.register_parameter(f"{prefix}{factor}", nn.Parameter(empty))
         module.lora_dropout, module.lora_scaling = config.dropout, config.scaling
+    _train_ends(model, config)
 
 
 @functools.cache
@@ -232,13 +258,87 @@ def _with_factors(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Lora{kind.__name__}", (LoraExperts, kind), {})
 
 
+@functools.cache
+def _with_rows(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{kind.__name__}WithRows", (EmbeddingRows, kind), {})
+
+
+class End(NamedTuple):
+    """The embedding or the head, where it trains beside the factors, whole or rows of it."""
+
+    module: str  # its full name
+    is_whole: bool
+
+    @property
+    def trained(self) -> str:
+        """The name of the tensor that trains."""
+        return f"{self.module}.{'weight' if self.is_whole else ROWS}"
+
+
+def trained_rows(model: PreTrainedModel, config: LoraConfig) -> list[int]:
+    """Return the ids of the tokens whose rows train, where their embedding or head is frozen."""
+    return sorted(NewTokens.of(model.config).pieces) if config.rows == "new" else []
+
+
+def trained_ends(model: PreTrainedModel, config: LoraConfig) -> list[End]:
+    """Return what trains of the embedding and the head. A tied weight is that of both."""
+    names = {module: name for name, module in model.named_modules()}
+    whole = {*config.whole}
+    if whole and model.all_tied_weights_keys:
+        whole = {"embed_tokens", "lm_head"}
+    ends = [
+        End(names[module], key in whole)
+        for key, module in (
+            ("embed_tokens", model.get_input_embeddings()),
+            ("lm_head", model.get_output_embeddings()),
+        )
+    ]
+    return [end for end in ends if end.is_whole or trained_rows(model, config)]
+
+
+def _train_ends(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Let the whole embedding and head of `lora.whole` train, and rows of the others."""
+    ids, tied = trained_rows(model, config), model.all_tied_weights_keys
+    for end in trained_ends(model, config):
+        module: Any = model.get_submodule(end.module)
+        weight = module.weight
+        kind: Any = type(module)
+        if end.is_whole:
+            weight.requires_grad_()
+            weight.data = weight.data.float()
+            continue
+        if kind is not nn.Linear and not issubclass(kind, nn.Embedding):
+            raise UserError(
+                f"lora.rows: {end.module} of {model.config.model_type} is a {kind.__name__}, of "
+                "which no row can train alone - set lora.rows=none"
+            )
+        empty = torch.empty(len(ids), weight.shape[1], dtype=torch.float32, device=weight.device)
+        module.register_parameter(ROWS, nn.Parameter(empty))
+        module.runs = runs_of(ids)
+        module.__class__ = HeadWithRows if kind is nn.Linear else _with_rows(kind)
+    names = {name for name, _ in model.named_parameters() if name.endswith(ROWS)}
+    for other, kept in list(tied.items()):
+        own, shared = (name.removesuffix("weight") + ROWS for name in (other, kept))
+        if {own, shared} <= names:
+            tied[own] = shared
+            model.get_submodule(own.rpartition(".")[0]).token_rows = model.get_parameter(shared)
+
+
+def runs_of(ids: Sequence[int]) -> list[slice]:
+    """Return sorted ids as runs of adjacent ones."""
+    runs = list[slice]()
+    for i in ids:
+        start = runs.pop().start if runs and runs[-1].stop == i else i
+        runs.append(slice(start, i + 1))
+    return runs
+
+
 @torch.no_grad()
 def draw_factors(model: PreTrainedModel, seed: int) -> None:
     """Draw A from U(-1, 1) / sqrt(in), as peft and `nn.Linear` do, and set B to zero."""
     # Each factor is drawn whole from (seed, its name): it is the same on any number of ranks.
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_factor(name))  # reading may have replaced the parameter
-        if not parameter.requires_grad:
+        if not is_factor(name):
             continue
         whole = torch.zeros(parameter.shape)
         if name.endswith(FACTORS[0]):
@@ -267,9 +367,15 @@ def describe_adapters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     counts = Counter(target.in_layer for target in targets)
     experts = "" if any(target.group == "experts" for target in targets) else "no "
     scaled = f"alpha {config.scaled_by:g}{' (rsLoRA)' * config.rslora}"
+    rows = f"{len(trained_rows(model, config))} rows of "
+    ends = [
+        f"{'the whole ' if end.is_whole else rows}{end.module}"
+        for end in trained_ends(model, config)
+    ]
     return [
         f"LoRA: rank {config.rank}, {scaled}, {experts}experts among its modules: "
         + ", ".join(f"{n} x {name}" for name, n in counts.items()),
+        *([f"LoRA: {' and '.join(ends)} train beside the factors"] if ends else []),
         f"LoRA: {trained:,} parameters are trained, in float32 with float32 AdamW; the others are "
         f"frozen: {', '.join(f'{n:,} in {dtype}' for dtype, n in frozen.items())}",
     ]

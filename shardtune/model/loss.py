@@ -12,7 +12,7 @@ whose head is not a plain linear layer makes the logits of all positions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,7 +71,25 @@ def predicted_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         head.batch, head.makes_logits = None, False
 
 
-class LossHead(nn.Linear):
+class HeadWithRows(nn.Linear):
+    """A head with a frozen weight, whose rows `runs` are those of `token_rows`, which train."""
+
+    token_rows: nn.Parameter  # (rows of all runs, width)
+    runs: Sequence[slice] = ()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(hidden)
+        for run, rows in _by_run(self.runs, self.token_rows) if self.runs else ():
+            product = F.linear(hidden, rows, None if self.bias is None else self.bias[run])
+            logits = logits.slice_scatter(product, -1, run.start, run.stop)
+        return logits
+
+
+def _by_run(runs: Sequence[slice], rows: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+    return [*zip(runs, rows.split([run.stop - run.start for run in runs]), strict=True)]
+
+
+class LossHead(HeadWithRows):
     """A model's head that projects only the positions that predict trained tokens of `batch`.
 
     Where nothing follows the head in the model (`is_last`) it returns the summed loss itself, else
@@ -92,7 +110,8 @@ class LossHead(nn.Linear):
             # No view, which it is with a bias: FSDP2 loses its hooks where one is changed in place.
             return logits if self.bias is None else logits.clone()
         options = torch.is_grad_enabled(), self.device_type, self.batch.weights
-        arguments = (predicting, self.weight, self.bias, self.batch.targets, *options)
+        rows = (self.token_rows, self.runs) if self.runs else ()
+        arguments = (predicting, self.weight, self.bias, self.batch.targets, *options, *rows)
         return cast(torch.Tensor, _SummedCrossEntropy.apply(*arguments))
 
 
@@ -113,6 +132,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         wants_gradients: bool,
         device_type: str,
         weights: torch.Tensor | None = None,  # float32 (n,); None: all are 1
+        token_rows: torch.Tensor | None = None,  # (rows of all runs, width), as in HeadWithRows
+        runs: Sequence[slice] = (),
     ) -> torch.Tensor:
         vocabulary, is_float32 = weight.shape[0], hidden.dtype == torch.float32
         chunk_bytes = _CHUNK_BYTES[device_type]
@@ -123,7 +144,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         at_once = rows if is_float32 else max(1, min(rows, _SOFTMAX_BYTES // (4 * vocabulary)))
         converted = hidden.new_empty(0 if is_float32 else at_once, vocabulary).float()
         loss = hidden.new_zeros((), dtype=torch.float32)
-        gradients = _Gradients(hidden, weight, bias, rows) if wants_gradients else None
+        by_run = [] if token_rows is None else _by_run(runs, token_rows)
+        gradients = _Gradients(hidden, weight, bias, rows, by_run) if wants_gradients else None
         add_loss: Callable[..., None] = _add_loss
         if device_type == "cuda":
             # A plan has tensors without contents, and counts the kernels of the compiled function.
@@ -136,21 +158,23 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
+            for run, own in by_run:
+                chunk_logits[:, run] = F.linear(chunk, own, None if bias is None else bias[run])
             # `.data` hides the base of a view: for another base torch.compile would compile again.
             chunk_weights = None if weights is None else weights[start : start + rows, None].data
             given = (chunk_logits.data, chunk_targets.data, wants_gradients, converted)
             add_loss(loss, *given, chunk_weights)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)
-        ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
+        ctx.gradients = gradients and gradients.of_inputs()
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place: one backward uses them up
-        scaled = (None if each is None else each.mul_(loss_gradient) for each in gradients)
-        return (*scaled, None, None, None, None)
+        scaled = [None if each is None else each.mul_(loss_gradient) for each in gradients]
+        return (*scaled[:3], None, None, None, None, scaled[3], None)
 
 
 def _add_loss(
@@ -243,20 +267,39 @@ def _add_loss_at_once(
 
 
 class _Gradients:
-    """Holds the gradients of hidden states, weight and bias, which chunks of rows fill."""
+    """Holds the gradients of hidden states, weight, bias and token rows, which chunks fill."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: int,
+        by_run: list[tuple[slice, torch.Tensor]],
     ) -> None:
-        self._head_weight = weight
+        self._head_weight, self._by_run = weight, by_run
+        self._of_runs = [torch.zeros_like(own, dtype=torch.float32) for _, own in by_run]
         # One chunk is one product, in the weight's dtype. Several chunks are added up in float32.
         dtype = weight.dtype if rows == len(hidden) else torch.float32
         self.hidden = torch.empty_like(hidden)
         self.weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
+    def of_inputs(self) -> tuple[torch.Tensor | None, ...]:
+        of_runs = torch.cat(self._of_runs) if self._of_runs else None
+        return self.hidden, self.weight, self.bias, of_runs
+
     def add(self, start: int, chunk: torch.Tensor, logits_gradient: torch.Tensor) -> None:
-        torch.mm(logits_gradient, self._head_weight, out=self.hidden[start : start + len(chunk)])
+        hidden = self.hidden[start : start + len(chunk)]
+        of_logits = [logits_gradient[:, run].clone() for run, _ in self._by_run]
+        if self.bias is not None:
+            self.bias += logits_gradient.sum(0, dtype=torch.float32)
+        for run, _ in self._by_run:  # their logits are not of the weight
+            logits_gradient[:, run] = 0
+        torch.mm(logits_gradient, self._head_weight, out=hidden)
+        for (_, own), of_run, of_own in zip(self._by_run, of_logits, self._of_runs, strict=True):
+            hidden.addmm_(of_run, own)
+            of_own += of_run.t() @ chunk
         if self.weight is not None and self.weight.dtype == chunk.dtype:
             self.weight.addmm_(logits_gradient.t(), chunk)
         elif self.weight is not None:
@@ -265,8 +308,6 @@ class _Gradients:
             weight_blocks = self.weight.split(_BLOCK_ROWS)
             for block, logits_block in zip(weight_blocks, logits_blocks, strict=True):
                 block += logits_block @ chunk
-        if self.bias is not None:
-            self.bias += logits_gradient.sum(0, dtype=torch.float32)
 
 
 def use_loss_head(
@@ -281,7 +322,7 @@ def use_loss_head(
     # it does something with its logits, and the head may not return a loss.
     head: Any = model.get_output_embeddings()
     kind: Any = type(head)
-    if kind is not nn.Linear:
+    if kind not in (nn.Linear, HeadWithRows):
         return f"for every position, since its head is {kind.__name__}"
     tokens = HEAD_TRIAL_TOKENS
     ids = torch.arange(tokens, device=device).view(1, -1)

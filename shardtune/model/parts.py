@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a preflight asks for versions alone: torch's import takes s
     from transformers import PreTrainedModel
 
 FACTORS = ("lora_A", "lora_B")
+ROWS = "token_rows"  # of new tokens, beside a frozen embedding or head
 # Architectures that would need code of their own, and architectures to use instead.
 _INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
 _INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")

@@ -18,6 +18,7 @@ from shardtune.config import Config, SchedulerConfig
 from shardtune.data import dataset
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.dataset import PreparedData, added_tokens
+from shardtune.data.new_tokens import NewTokens
 from shardtune.data.schedule import Position, Schedule, Step, source_weights
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
@@ -43,11 +44,14 @@ def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     data = dataset.open_prepared(Path(folder))
     vocabulary = model_config.get_text_config().vocab_size
     world.run_on_all_ranks(lambda: data.require_vocabulary(encoder.tokenizer, vocabulary))
-    if world.layout.is_lora and (met := data.train.present(added_tokens(encoder.tokenizer))):
+    listed = NewTokens.of(model_config).pieces if config.lora.rows == "new" else {}
+    untrained = [i for i in added_tokens(encoder.tokenizer) if i not in listed]
+    trains_rows = not world.layout.is_lora or "embed_tokens" in config.lora.whole
+    if not trains_rows and (met := data.train.present(untrained)):
         names = first_few(encoder.tokenizer.convert_ids_to_tokens(met), 5)
         logger.warning(
             f"LoRA trains no row of the embedding, and data.train has the added tokens {names} - "
-            "if they are new to the model, train without LoRA (lora.rank=null)"
+            "if they are new to the model, name them in model.new_tokens"
         )
     remedy = "copy the same data, model and code to every node"
     world.require_same({"the digest of the tokenized data": data.key}, remedy)

@@ -21,7 +21,7 @@ from shardtune.checkpoint.assets import (
 from shardtune.checkpoint.export.model_files import (
     require_exportable,
     require_index,
-    with_vocabulary,
+    with_new_tokens,
 )
 from shardtune.config import Config
 from shardtune.data import dataset
@@ -89,7 +89,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, 
         assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets, folder))
     if config.model.new_tokens:
-        assets = with_vocabulary(assets, model_config.get_text_config().vocab_size)
+        assets = with_new_tokens(assets, model_config.get_text_config())
     return model_config, facts, assets
 
 

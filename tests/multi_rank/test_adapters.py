@@ -31,13 +31,13 @@ from helpers.small_runs import checkpoint, digests, run_in_graphs
 from helpers.tiny_models import cut_into_files
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from shardtune.__main__ import run as run_command
 from shardtune.checkpoint import Saver
 from shardtune.config import LoraConfig
 from shardtune.distributed.tensors import to_local
-from shardtune.model.parts import is_factor
+from shardtune.model.parts import ROWS, is_factor
 
 RATES = [3e-3] * 4
 LORA = ("lora.rank=3", "lora.alpha=12", "train.max_grad_norm=9")
@@ -205,7 +205,7 @@ def run_and_count_bytes(arguments: list[str]) -> None:
                 local.dtype == torch.float32
                 and dtypes <= {torch.float32}
                 and moments == 8 * local.numel()
-                if is_factor(name)
+                if is_factor(name) or name.endswith(ROWS)
                 else local.dtype == torch.bfloat16 and not state
             )
             print("State:", is_right, name, flush=True)
@@ -219,16 +219,25 @@ def run_and_count_bytes(arguments: list[str]) -> None:
 
 @pytest.mark.full
 def test_frozen_weights_take_the_compute_dtype_and_factors_float32(models, tmp_path):
-    """The adapters have rank 3; bfloat16 grouped products need a multiple of 8."""
+    """The adapters have rank 3; bfloat16 grouped products need a multiple of 8. The row of a new
+    token is as exact as a factor."""
     lower = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
     more = ("model.compute_dtype=bfloat16", "train.max_steps=1", *lower)
-    more = given(models["glm"], tmp_path, Mesh(2), *more, "export.dtype=source")
+    token = ("model.new_tokens=[<call>]", "optimizer.lr=0")
+    more = given(models["glm"], tmp_path, Mesh(2), *more, *token, "export.dtype=source")
     output = finish(train(2, *more, cwd=tmp_path, work=run_and_count_bytes))
     assert "State: False" not in output and output.count("State: True") > 50
     for key in ("model.master_dtype", "optimizer.name"):
         assert re.search(rf"^{key} = .+ has no effect: lora\.rank is given", output, re.MULTILINE)
-    # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on.
-    assert re.search("^LoRA: 7,776 .* float32.* 58,656 .*bfloat16", output, re.MULTILINE)
+    # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on, and 2 rows of 32.
+    assert re.search("^LoRA: 7,840 .* float32.* 58,656 .*bfloat16", output, re.MULTILINE)
+    pieces = AutoTokenizer.from_pretrained(models["glm"])("<call>")["input_ids"]
+    source = AutoModelForCausalLM.from_pretrained(models["glm"], dtype=torch.float32)
+    trained = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    for end in ("model.embed_tokens", "lm_head"):
+        rows = trained[f"base_model.model.{end}.token_adapter.trainable_tokens_delta"]
+        mean = source.get_parameter(f"{end}.weight")[pieces].mean(0, keepdim=True)
+        torch.testing.assert_close(rows, mean, rtol=1e-6, atol=0)
 
 
 def test_targets_that_mean_nothing_or_a_router_are_refused(models, tmp_path):

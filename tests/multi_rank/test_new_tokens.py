@@ -1,15 +1,23 @@
 """`model.new_tokens`: runs with tokens that the source lacks equal a plain loop over a model that
-transformers has resized, whose rows were made by hand."""
+transformers has resized, whose rows were made by hand; beside adapters with peft's own layers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from helpers.commands import finish, read_metrics
 from helpers.exact import RATE, Mesh
+from helpers.plain_lora import (
+    TARGETS,
+    initial_factors,
+    loss_of,
+    peft_model,
+    plain_lora_training,
+)
 from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
@@ -19,15 +27,16 @@ from helpers.plain_training import (
     uneven_chats,
 )
 from helpers.ranks import train
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from shardtune.config import ModelConfig
+from shardtune.config import LoraConfig, ModelConfig
 from shardtune.data.new_tokens import add_new_tokens
 from shardtune.errors import UserError
 
 FULL = pytest.mark.full
 TOKENS = ["<call>", "</call>", "rank of ranks"]
-GIVEN = "model.new_tokens={special: [<call>, </call>], plain: [rank of ranks]}"
+KNOWN = "<|im_end|>"  # to the source; beside adapters its row trains, too
+GIVEN = f"model.new_tokens={{special: [<call>, </call>], plain: [rank of ranks, {KNOWN}]}}"
 
 
 def resized(source: Path, folder: Path, rows: int) -> Path:
@@ -51,6 +60,12 @@ def resized(source: Path, folder: Path, rows: int) -> Path:
     return folder
 
 
+def rows_with_tokens(source: Path) -> int:
+    rows = AutoConfig.from_pretrained(source).vocab_size
+    needed = len(AutoTokenizer.from_pretrained(source)) + len(TOKENS)
+    return rows if needed <= rows else -(-needed // 64) * 64
+
+
 def chats_with_tokens() -> list[dict[str, Any]]:
     records = uneven_chats()
     for i, record in enumerate(records):
@@ -70,9 +85,7 @@ def chats_with_tokens() -> list[dict[str, Any]]:
 def test_new_tokens_train_as_in_a_resized_model(family, meshes, more, sharp, tmp_path):
     """On a mesh, and resumed on another one; and the export has the tokens and their rows."""
     source, records = sharp[family], chats_with_tokens()
-    config = AutoModelForCausalLM.from_pretrained(source).config
-    needed = len(AutoTokenizer.from_pretrained(source)) + len(TOKENS)
-    rows = config.vocab_size if needed <= config.vocab_size else -(-needed // 64) * 64
+    rows = rows_with_tokens(source)
     expected_folder = resized(source, tmp_path / "resized", rows)
     for number, mesh in enumerate(meshes, 1):
         given = [GIVEN, "train.epochs=4", f"train.max_steps={4 * number // len(meshes)}"]
@@ -91,6 +104,69 @@ def test_new_tokens_train_as_in_a_resized_model(family, meshes, more, sharp, tmp
     again = AutoTokenizer.from_pretrained(expected_folder)
     for text in (*TOKENS, f"a{TOKENS[0]}b", records[3]["messages"][1]["content"]):
         assert tokenizer(text)["input_ids"] == again(text)["input_ids"]
+
+
+BOTH = ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("family", "meshes", "keys"),
+    [
+        ("tied_llama", [Mesh(2), Mesh(4, stages=2)], {}),
+        ("glm", [Mesh(4, 2)], {"whole": ["lm_head"]}),
+        pytest.param("llama", [Mesh(1), Mesh(2, tensor=2)], {}, marks=FULL),
+        pytest.param("llama", [Mesh(2)], {"rows": "none"}, marks=FULL),
+        pytest.param("qwen3", [Mesh(4, stages=2), Mesh(2)], {"whole": BOTH[:1]}, marks=FULL),
+        pytest.param("tied_llama", [Mesh(4, stages=2), Mesh(1)], {"whole": BOTH[1:]}, marks=FULL),
+        pytest.param("glm", [Mesh(1), Mesh(4, 2, stages=2)], {}, marks=FULL),
+    ],
+)
+def test_rows_and_whole_ends_train_beside_adapters_as_in_peft(
+    family, meshes, keys, sharp, tmp_path
+):
+    source, records = sharp[family], chats_with_tokens()
+    folder = tmp_path / "resized"
+    rows = rows_with_tokens(source)
+    tokenizer = AutoTokenizer.from_pretrained(resized(source, folder, rows))
+    ids, is_tied = tokenizer.convert_tokens_to_ids([*TOKENS, KNOWN]), family == "tied_llama"
+    ends, whole = BOTH[: 1 if is_tied else 2], keys.get("whole", [])
+    saved = [end for end in ends if end in whole or (is_tied and whole)]
+    of_rows = {end: ids for end in ends if end not in saved and "rows" not in keys}
+    targets = TARGETS["glm" if family == "glm" else "llama"]
+    model = peft_model(
+        folder,
+        initial_factors(source, LoraConfig(rank=3, alpha=12)),
+        3,
+        12,
+        **targets,
+        trainable_token_indices=of_rows or None,
+        modules_to_save=saved or None,
+        ensure_weight_tying=is_tied,
+    )
+    encoded = [encode(tokenizer, record) for record in records]
+    losses, norms = plain_lora_training(model, encoded, [RATE] * 4)
+    for number, mesh in enumerate(meshes, 1):
+        given = [GIVEN, "train.epochs=4", f"train.max_steps={4 * number // len(meshes)}"]
+        given += ["lora.rank=3", "lora.alpha=12", *mesh.assignments()]
+        given += [f"lora.{key}={value}" for key, value in keys.items()]
+        given = on_uneven_chats(source, tmp_path, *given, records=records)
+        said = finish(train(mesh.ranks, *given, cwd=tmp_path))
+    assert f"{len(ids)} rows of" in said or not of_rows
+    steps = read_metrics(tmp_path / "run", "step")
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=1e-6)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run/adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
+    assert loss_of(adapted, encoded) == pytest.approx(loss_of(model, encoded), rel=1e-6)
+    assert loss_of(merged, encoded) == pytest.approx(loss_of(model, encoded), rel=1e-6)
+    trained, plain = adapted.merge_and_unload(), model.merge_and_unload()
+    for end in ("get_input_embeddings", "get_output_embeddings"):
+        expected = getattr(plain, end)().weight[ids]
+        for opened in (trained, merged):
+            torch.testing.assert_close(
+                getattr(opened, end)().weight[ids], expected, rtol=1e-5, atol=1e-6
+            )
 
 
 def test_a_resume_with_other_tokens_is_refused(sharp, tmp_path):
@@ -120,8 +196,8 @@ def test_a_token_that_exists_is_said_and_left(models):
     before = len(tokenizer)
     given = ["<|im_end|>", "<new>", "<|IM_START|>"]
     new = add_new_tokens(tokenizer, ModelConfig(path="m", new_tokens=given))
-    assert list(new.pieces) == [before, before + 1] and len(tokenizer) == before + 2
+    assert list(new.pieces)[1:] == [before, before + 1] and len(tokenizer) == before + 2
     assert new.notes == [
-        "model.new_tokens: '<|im_end|>' is a token already, and stays as it is",
+        "model.new_tokens: '<|im_end|>' is a token already, and keeps its row",
         "model.new_tokens: '<|IM_START|>' is the token '<|im_start|>' but for its case",
     ]

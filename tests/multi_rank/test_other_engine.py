@@ -12,7 +12,7 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, completed, finish
 from helpers.ranks import train
 from test_whole_model import SETTINGS, publish
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 NUMBER = 24
 ENGINE = REPOSITORY / ".venv/engine/bin/python"
@@ -45,8 +45,13 @@ def _installed() -> None:
 
 
 @pytest.mark.full
-def test_another_engine_runs_a_mixture_of_experts_with_an_extra_layer(tmp_path, models):
+def test_another_engine_runs_a_mixture_with_an_extra_layer_and_new_tokens(tmp_path, models):
     publish(models["glm"], tmp_path / "source")
     write_jsonl(tmp_path / "train.jsonl", chats(20))
-    finish(train(2, *SETTINGS, cwd=tmp_path))
-    same_tokens(tmp_path / "runs/config/model", "Where are the apples?")
+    rows = AutoConfig.from_pretrained(models["glm"]).vocab_size
+    free = rows - len(AutoTokenizer.from_pretrained(models["glm"]))
+    tokens = [f"<{i}>" for i in range(free + 3)]
+    finish(train(2, *SETTINGS, f"model.new_tokens={tokens}", cwd=tmp_path))
+    model = tmp_path / "runs/config/model"
+    assert AutoConfig.from_pretrained(model).vocab_size > rows
+    same_tokens(model, f"Where are the {tokens[-1]} apples?")

@@ -266,15 +266,10 @@ def _leave_out_contents() -> None:
     import torch.distributed as dist
 
     from shardtune.model import build
-    from shardtune.model.parts import is_factor
 
     def without_contents(model: Any, seed: int, device: torch.device, *_: Any) -> None:
         model.to_empty(device=device)
         model.tie_weights()
-
-    def frozen(model: Any, seed: int) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_factor(name))
 
     exchange = dist.all_to_all_single
 
@@ -286,7 +281,7 @@ def _leave_out_contents() -> None:
             on_host(output).copy_(bounds.diff().view_as(output))
         return done
 
-    build.draw_weights, build.draw_factors = without_contents, frozen
+    build.draw_weights, build.draw_factors = without_contents, lambda *_: None
     dist.all_to_all_single = balanced
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import moe_families
 from helpers.moe_families import FAMILIES, SMALL
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from shardtune.checkpoint.assets import SOURCE, model_assets
 from shardtune.checkpoint.export.adapter import (
@@ -23,11 +26,13 @@ from shardtune.checkpoint.train_state import model_state
 from shardtune.config import LoraConfig
 from shardtune.errors import UserError
 from shardtune.model.lora import (
+    EmbeddingRows,
     LoraExperts,
     add_adapters,
     choose_targets,
     describe_adapters,
     draw_factors,
+    runs_of,
 )
 from shardtune.model.source.weight_files import list_tensors
 from shardtune.training.start_log import router_remarks
@@ -118,6 +123,25 @@ def test_adapters_equal_pefts_and_merge(family, targets, tmp_path):
     torch.testing.assert_close(sum(p.grad.square().sum() for p in trained), squared_norm)
     whole = AutoModelForCausalLM.from_pretrained(merged)(input_ids=ids)
     torch.testing.assert_close(whole.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_train_stand_for_those_of_a_scaled_embedding():
+    """Among them the row of the padding, which trains as any other."""
+    torch.manual_seed(0)
+    embedding = Gemma3TextScaledWordEmbedding(40, 8, padding_idx=2, embed_scale=3.0)
+    rows, ids = torch.randn(3, 8, requires_grad=True), torch.tensor([[1, 2, 7, 39, 2]])
+    weight = embedding.weight.detach().index_copy(0, torch.tensor([2, 38, 39]), rows)
+    expected = 3 * F.embedding(ids, weight)
+    embedding.weight.requires_grad_(False)
+    adapted: Any = embedding
+    adapted.token_rows, adapted.runs = nn.Parameter(rows.detach().clone()), runs_of([2, 38, 39])
+    adapted.__class__ = type("WithRows", (EmbeddingRows, type(embedding)), {})
+    found = adapted(ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    weights = torch.randn_like(found)
+    mine = torch.autograd.grad((found * weights).sum(), adapted.token_rows)
+    torch.testing.assert_close(mine, torch.autograd.grad((expected * weights).sum(), rows))
+    assert adapted.padding_idx == 2
 
 
 def test_ranks_that_grouped_products_do_not_take_are_padded():

@@ -28,18 +28,28 @@ from shardtune.checkpoint.export.model_files import (
 )
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
-from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
+from shardtune.model.lora import (
+    End,
+    Target,
+    choose_targets,
+    delta,
+    trained_ends,
+    trained_rows,
+    weights_of_layers,
+)
 from shardtune.model.moe.grouped_experts import trait
-from shardtune.model.parts import is_stack
+from shardtune.model.parts import ROWS, is_stack
 from shardtune.model.source.files import model_folder
 from shardtune.model.source.text_model import drop_towers
 from shardtune.model.source.weight_files import ADAPTER_CONFIG, weights_digest
 
+_ROWS_IN_PEFT = "token_adapter.trainable_tokens_delta"
+
 
 class Adapter(Export):
-    """The factors, in float32, as `PeftModel.from_pretrained` opens them.
+    """All that trained, in float32, as `PeftModel.from_pretrained` opens it.
 
-    `stored` has dtype and shape of each stored factor.
+    `stored` has dtype and shape of each stored tensor.
     """
 
     library = "peft"
@@ -51,7 +61,7 @@ class Adapter(Export):
         model = on_meta(assets["config.json"])
         targets = choose_targets(model, lora)
         source = json.loads(assets[SOURCE])["path"] if SOURCE in assets else None
-        config = _peft_config(model, targets, lora, source)
+        config = _peft_config(model, targets, lora, source) | _peft_ends(model, lora)
         # The tokens and the template of training. A config.json would make this a whole model.
         beside = {n: assets[n] for n in assets if n not in (SOURCE, "config.json")}
         self._assets = beside | {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
@@ -69,10 +79,33 @@ class Adapter(Export):
                 exported = f"{path}.lora_{factor}.weight"
                 kind = (dtype, list(_to_peft(torch.empty(shape, device="meta"), name).shape))
                 units.append(Unit([f"{MODEL}{name}"], {exported: kind}, {exported: exported}))
+        for name in (end.trained for end in _ends(model, lora)):
+            dtype, shape = stored[f"{MODEL}{name}"]
+            # peft reads the weight of a whole embedding once more for a head that is tied to it.
+            tied = [other for other, kept in model.all_tied_weights_keys.items() if kept == name]
+            in_peft = (each.replace(ROWS, _ROWS_IN_PEFT) for each in (name, *tied))
+            kinds = {f"base_model.model.{each}": (dtype, list(shape)) for each in in_peft}
+            units.append(Unit([f"{MODEL}{name}"], kinds, {each: each for each in kinds}))
         self._files = {"adapter_model.safetensors": units}
 
     def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
-        yield from (_to_peft(read(name), name) for name in unit.stored)
+        (name,) = unit.stored
+        tensor = _to_peft(read(name), name)
+        yield from (tensor for _ in unit.exported)
+
+
+def _ends(model: PreTrainedModel, lora: LoraConfig) -> list[End]:
+    """Return what trains of the embedding and the head; of tied ones the first alone."""
+    return trained_ends(model, lora)[: 1 if model.all_tied_weights_keys else 2]
+
+
+def _peft_ends(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
+    ends, ids = _ends(model, lora), trained_rows(model, lora)
+    return {
+        "modules_to_save": [end.module for end in ends if end.is_whole] or None,
+        "trainable_token_indices": {end.module: ids for end in ends if not end.is_whole} or None,
+        "ensure_weight_tying": bool(ends and model.all_tied_weights_keys),
+    }
 
 
 def _to_peft(factor: torch.Tensor, name: str) -> torch.Tensor:
@@ -107,7 +140,6 @@ def _peft_config(
         "fan_in_fan_out": False,
         "target_modules": modules,
         "target_parameters": parameters or None,
-        "modules_to_save": None,
     }
 
 
@@ -130,7 +162,7 @@ def _shortest(chosen: Collection[str], names: Collection[str]) -> list[str]:
 
 
 class MergedModel(WholeModel):
-    """The source's model with the factors added to its weights, in float32, one unit at a time."""
+    """The source's model with all that trained beside its weights, in float32, unit by unit."""
 
     def __init__(
         self, lora: LoraConfig, dtype: str, assets: Mapping[str, bytes], folder: Path
@@ -142,13 +174,28 @@ class MergedModel(WholeModel):
         self._source_files = files_with(json.loads(assets[SOURCE])["tensors"], folder)
         self._scaling = lora.scaling
         self._targets = {f"{MODEL}{t.weight}": t for t in choose_targets(model, lora)}
+        self._rows = trained_rows(model, lora)
+        self._ends = {f"{MODEL}{end.module}.weight": end for end in _ends(model, lora)}
 
     @property
     def stored(self) -> list[str]:
-        targets = (self._targets.get(name) for name in super().stored)
-        return [f"{MODEL}{factor}" for target in targets if target for factor in target.factors]
+        names = list[str]()
+        for name in super().stored:
+            if name in self._targets:
+                names += [f"{MODEL}{factor}" for factor in self._targets[name].factors]
+            if name in self._ends:
+                names.append(f"{MODEL}{self._ends[name].trained}")
+        return names
 
     def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
+        if end := self._ends.get("".join(unit.stored)):
+            values = weight = read(f"{MODEL}{end.trained}")
+            for name, (dtype, _) in unit.exported.items():
+                if not end.is_whole:
+                    weight = self._read_source(name)[name].float()
+                    weight[self._rows] = values
+                yield in_dtype(name, weight, dtype)
+            return
         added: dict[str, torch.Tensor] = {}
         if any(name in self._targets for name in unit.stored):
             added = revert_weight_conversion(

@@ -36,6 +36,7 @@ from shardtune.checkpoint.assets import (
 )
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
+from shardtune.data.new_tokens import PIECES, NewTokens, WithNewRows
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import RunFailed, UserError
 from shardtune.hub import read_config_json
@@ -169,6 +170,8 @@ class WholeModel(Export):
         if dtype != "source":
             self._assets["config.json"] = with_dtype(assets["config.json"], dtype)
         self._model = on_meta(self._assets["config.json"])
+        self._assets["config.json"] = _without_pieces(self._assets["config.json"])
+        self._new_tokens, self._grown = NewTokens.of(self._model.config), list[str]()
         towers = tuple(f"{MODEL}{tower}" for tower in drop_towers(self._model))
         source = json.loads(assets[SOURCE]) if SOURCE in assets else None
         copied = list[Unit]()
@@ -176,6 +179,7 @@ class WholeModel(Export):
         if source is not None:
             # Older checkpoints have towers, equal to the source's.
             stored = {name: kind for name, kind in stored.items() if not name.startswith(towers)}
+            self._grow(source["tensors"])
             units = _units_of_source(source, self._model, stored, tied)
             trained = {name for unit in units for name in unit.exported}
             copied = self._untrained(source, trained)
@@ -197,6 +201,14 @@ class WholeModel(Export):
             converted = self._read_source(next(iter(unit.exported)))
         for name, dtype in zip(unit.exported, dtypes, strict=True):
             yield in_dtype(name, converted[unit.converted[name]], dtype)
+
+    def _grow(self, tensors: Mapping[str, list[Any]]) -> None:
+        """Give the source's embedding and head the rows of new tokens."""
+        if self._new_tokens.pieces:
+            self._grown = rows_of_tokens(self._model, tensors)
+        for name in self._grown:
+            shape = tensors[name][1]
+            shape[0] = self._new_tokens.vocabulary(shape[0])
 
     def copies(self) -> Iterator[tuple[str, str]]:
         """Yield the names of each two exported tensors that are the same trained one."""
@@ -236,7 +248,10 @@ class WholeModel(Export):
         assert self._folder
         paths = [self._folder / file_name for file_name in self._source_files[name]]
         with open_tensors(paths, torch.bfloat16) as tensors:
-            return {name: tensors[name][...]}
+            read: Any = tensors[name]
+            return {
+                name: (WithNewRows(read, self._new_tokens) if name in self._grown else read)[...]
+            }
 
     def _with_dtypes(self, unit: Unit, source: Mapping[str, Any] | None) -> Unit:
         exact = self._model._keep_in_fp32_modules_strict or ()
@@ -309,18 +324,20 @@ def _are_equal(first: Sliceable, other: Sliceable) -> bool:
     return all(torch.equal(first[each,], other[each,]) for each in rows)
 
 
-def with_vocabulary(assets: Mapping[str, bytes], vocabulary: int) -> dict[str, bytes]:
-    """Return the files of a model whose embedding and head have so many rows."""
+def with_new_tokens(assets: Mapping[str, bytes], text_config: Any) -> dict[str, bytes]:
+    """Return the files of a model whose config.json has a run's new tokens, for `NewTokens.of`."""
     config = json.loads(assets["config.json"])
     owner = config.get("text_config") or config
-    (owner if "vocab_size" in owner else config)["vocab_size"] = vocabulary
-    written = {**assets, "config.json": json.dumps(config, indent=2).encode()}
-    if SOURCE in assets:
-        source = json.loads(assets[SOURCE])
-        for name in rows_of_tokens(on_meta(assets["config.json"]), source["tensors"]):
-            source["tensors"][name][1][0] = vocabulary
-        written[SOURCE] = json.dumps(source).encode()
-    return written
+    (owner if "vocab_size" in owner else config)["vocab_size"] = text_config.vocab_size
+    owner[PIECES] = getattr(text_config, PIECES)
+    return {**assets, "config.json": json.dumps(config, indent=2).encode()}
+
+
+def _without_pieces(config: bytes) -> bytes:
+    """Return an exported config.json: a run that trains that model has new tokens of its own."""
+    values = json.loads(config)
+    owner = values.get("text_config") or values
+    return config if owner.pop(PIECES, None) is None else json.dumps(values, indent=2).encode()
 
 
 def require_index(folder: Path, path: str) -> None:

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
-from shardtune.data.new_tokens import read_new_tokens
+from shardtune.data.new_tokens import PIECES, read_new_tokens
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.hub import hub_problem, read_config_json
@@ -52,7 +52,7 @@ FILES_BESIDE_WEIGHTS = (
 
 
 def read_model_config(model: ModelConfig) -> PreTrainedConfig:
-    """Read the model's configuration, whose vocabulary has `model.new_tokens`.
+    """Read the model's configuration, with the vocabulary and pieces of `model.new_tokens`.
 
     Raises:
         UserError: there is no such model, or no model can be built from its configuration.
@@ -64,6 +64,7 @@ def read_model_config(model: ModelConfig) -> PreTrainedConfig:
             text_config = config.get_text_config()
             new_tokens = read_new_tokens(model)
             text_config.vocab_size = new_tokens.vocabulary(text_config.vocab_size)
+            setattr(text_config, PIECES, {str(i): ids for i, ids in new_tokens.pieces.items()})
     if problem := not_trained(config.model_type):
         raise UserError(problem)
     take_quantization(config, model_folder(path) or Path(), path)

@@ -34,11 +34,11 @@ from transformers.core_model_loading import (
 from transformers.distributed import DistributedConfig
 
 from shardtune.config import ModelConfig
-from shardtune.data.new_tokens import NewTokens, WithNewRows, read_new_tokens
+from shardtune.data.new_tokens import NewTokens, WithNewRows
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
-from shardtune.model.parts import FACTORS
+from shardtune.model.parts import FACTORS, ROWS
 from shardtune.model.source.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
 from shardtune.model.source.text_model import drop_towers
 from shardtune.model.source.weight_files import stored_tensors
@@ -269,13 +269,13 @@ def load_sharded(
     shard: Shard,
 ) -> PreTrainedModel:
     """Load the weights into a model like the skeleton, which is sharded before they are read."""
-    path, new_tokens = model_config.path, read_new_tokens(model_config)
+    path = model_config.path
     # With it, `accelerate launch` lets ranks but the first leave weights on meta, for FSDP1.
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     # transformers builds on meta, calls `maybe_distribute_model`, and then reads only this rank's
     # slices of all parameters that are DTensors. Its own version of that method unties tied
     # embeddings and supports neither a world of one nor our dtypes: so a subclass replaces it.
-    model, info = _sharded_class(skeleton, device, shard, new_tokens).from_pretrained(
+    model, info = _sharded_class(skeleton, device, shard).from_pretrained(
         path,
         config=skeleton.config,
         dtype=skeleton.dtype,
@@ -291,9 +291,7 @@ def load_sharded(
     return cast(PreTrainedModel, model)
 
 
-def _sharded_class(
-    skeleton: PreTrainedModel, device: torch.device, shard: Shard, new_tokens: NewTokens
-) -> type[Any]:
+def _sharded_class(skeleton: PreTrainedModel, device: torch.device, shard: Shard) -> type[Any]:
     """Return a subclass of the skeleton's class that `from_pretrained` shards before it reads."""
     model_class, names = type(skeleton), sorted(skeleton.state_dict())
     whole = sum(p.numel() for p in skeleton.parameters())
@@ -315,6 +313,7 @@ def _sharded_class(
         _keys_to_ignore_on_load_unexpected = (
             *(model_class._keys_to_ignore_on_load_unexpected or ()),
             f"^(?:{'|'.join(map(re.escape, names))})$",
+            f"{ROWS}$",
         )
 
         @classmethod
@@ -342,9 +341,13 @@ def _sharded_class(
         ) -> Any:
             _convert_slices(load.weight_mapping)
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
+            # transformers reads each parameter into a new one, and all those would train.
+            trained = {name for name, p in model.named_parameters() if p.requires_grad}
             with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
-                _add_rows(skeleton, tensors, new_tokens)
+                _add_rows(skeleton, tensors)
                 read = model_class._load_pretrained_model(model, tensors, None, load)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in trained)
             _leave_as_read(model)
             return read
 
@@ -359,12 +362,13 @@ def _convert_slices(conversions: Sequence[Any]) -> None:
             conversion.__class__ = SliceConverter
 
 
-def _add_rows(
-    skeleton: PreTrainedModel, tensors: dict[str, Sliceable], new_tokens: NewTokens
-) -> None:
+def _add_rows(skeleton: PreTrainedModel, tensors: dict[str, Sliceable]) -> None:
     """Let the stored embedding and head have rows of new tokens, if there are any."""
+    new_tokens = NewTokens.of(skeleton.config)
     for name in rows_of_tokens(skeleton, tensors) if new_tokens.pieces else ():
-        tensors[name] = WithNewRows(tensors[name], new_tokens)
+        tensors[name] = grown = WithNewRows(tensors[name], new_tokens)
+        if name.endswith("weight"):  # beside adapters they train as a parameter of their own
+            tensors[name.removesuffix("weight") + ROWS] = grown.only_new()
 
 
 def _leave_towers_out(model: PreTrainedModel) -> None:

@@ -54,7 +54,9 @@ class OwnedParameters:
         self.shared: nn.Parameter | None = None
         is_at_an_end = world.layout.stages > 1 and (world.stage == 0 or world.is_last_stage)
         if is_at_an_end and model.all_tied_weights_keys:
-            self.shared = parts.get(cast(Any, model.get_input_embeddings()).weight)
+            # With adapters it is the rows of new tokens, or nothing.
+            of_end = cast(Any, model.get_input_embeddings()).parameters()
+            self.shared = next((parts[p] for p in of_end if p in parts), None)
         self.by_group: list[tuple[Group, list[nn.Parameter]]] = []
         self._divided: list[_DividedGroup] = []
         for group in groups_of(model) if needs_groups else ():
