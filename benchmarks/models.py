@@ -45,9 +45,8 @@ from shardtune.errors import Ending, UserError, first_line
 from shardtune.log import quiet_libraries
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.lora import choose_targets
-from shardtune.model.parts import has_experts
+from shardtune.model.parts import has_experts, layer_types, not_trained
 from shardtune.model.source.text_model import build_with_towers, drop_towers
-from shardtune.model.traits import layer_types, not_trained
 
 TABLE = REPOSITORY / "docs/models.csv"
 Row = dict[str, str]

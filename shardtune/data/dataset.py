@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
+import os
+import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,17 +24,16 @@ import xxhash
 from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig, ModelConfig
-from shardtune.data.cache import cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
-from shardtune.data.duplicates import RecordHashes, describe_leaks
-from shardtune.data.hub import hub_problem, read_config_json
 from shardtune.data.new_tokens import add_new_tokens
 from shardtune.data.records import TOO_LONG, Outcome, RecordSums
-from shardtune.data.refusal import SourceSums, problems_of
+from shardtune.data.refusal import RecordHashes, SourceSums, describe_leaks, problems_of
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
+from shardtune.hub import hub_problem, read_config_json
 from shardtune.log import logger, node_logger
+from shardtune.run_files import cache_folder
 
 # One file for each column of a set; tokens and trained flags stand end to end. Of the last two one
 # says which tokens have a weight between 0 and 1, the other has these weights.
@@ -47,6 +50,8 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "weights": np.float32,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
+# An entry that differs from these digests is made anew. `xxhsum -c` reads the file, too.
+_DIGESTS = "digests.xxh128"
 _LOG_EVERY_S = 10.0
 _MOST_WEIGHTS = 1000  # that are counted one by one
 
@@ -213,16 +218,16 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     # Large data starts worker processes, which import the main module anew.
     started = time.monotonic()
     sets = find_sources(data)
-    entry = cache_root() / _cache_key(sets, data, encoder)
+    entry = cache_folder("data") / _cache_key(sets, data, encoder)
     if entry.exists():
-        if not (damaged := damaged_files(entry)):
+        if not (damaged := _damaged_files(entry)):
             logger.info(f"Data: cached in {entry}")
             return entry
         # Other nodes may have an intact entry, so that this node says it.
         remedy = "the data is tokenized anew; if this happens again, check the disk"
         node_logger.warning(f"{entry}: damaged ({first_few(damaged, 10)}) - {remedy}")
     try:
-        with new_entry(entry) as folder:
+        with _new_entry(entry) as folder:
             _build(folder, sets, ChunkTokenizer(encoder, data))
     except OSError as error:
         what = f"{entry.parent}: the data cache cannot be written ({error.strerror})"
@@ -250,6 +255,57 @@ def _cache_key(sets: dict[str, list[Source]], data: DataConfig, encoder: ChatEnc
         [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def _damaged_files(entry: Path) -> list[str]:
+    """Return the names of the files that are missing or differ from their digests."""
+    try:
+        recorded = (entry / _DIGESTS).read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return [_DIGESTS]
+    return sorted(
+        {line.partition("  ")[2] or _DIGESTS for line in {*recorded} ^ {*_digests(entry)}}
+    )
+
+
+def _digests(folder: Path) -> list[str]:
+    """Return a line with digest and name for each readable file, except the file of digests."""
+    lines = []
+    # NFS keeps the bytes of a replaced file that a run maps under a hidden name.
+    for file in sorted(each for each in folder.glob("[!.]*") if each.name != _DIGESTS):
+        with contextlib.suppress(OSError), file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            lines.append(f"{digest}  {file.name}")
+    return lines
+
+
+@contextlib.contextmanager
+def _new_entry(entry: Path) -> Iterator[Path]:
+    """Yield a hidden directory to fill. It becomes `entry` when the block ends without error."""
+    # The new files replace those of an existing entry. These are equal, since the key decides every
+    # byte, or damaged. A process that maps an old file keeps it.
+    folder = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        (folder / _DIGESTS).write_text("".join(f"{line}\n" for line in _digests(folder)), "utf-8")
+        for file in folder.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        try:
+            folder.rename(entry)
+        except OSError:
+            if not entry.exists():
+                raise
+            for file in entry.glob("[!.]*"):  # else a strange file would look damaged again
+                if file.is_dir():
+                    shutil.rmtree(file)
+                elif not (folder / file.name).exists():
+                    file.unlink()
+            for file in folder.iterdir():
+                file.replace(entry / file.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_prepared(entry: Path) -> PreparedData:
@@ -346,7 +402,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     }
     n_bytes = max(1, sum(source.n_bytes for source in sources.values()))
     logged_at = time.monotonic()
-    sums = {key: SourceSums() for key in sources}
+    sums = {key: SourceSums(source.key, source.spec) for key, source in sources.items()}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for tokenized in chunks:
             chunk = tokenized.chunk
@@ -359,7 +415,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
                 done = sum(each.n_bytes for each in sums.values()) / n_bytes
                 logger.info(f"Data: {n_read:,} records read, {done:.0%} of the files")
     of_sets = {name: writer.sums for name, writer in writers.items()}
-    if problems := problems_of(data, sources, sums, of_sets):
+    if problems := problems_of(data, sums, of_sets):
         raise UserError(*problems)
     # Each line, and if it is about records of data.train, the index of the first of these.
     said: dict[str, int | None] = dict.fromkeys(_unread_options(tokenizer, sets["train"]))

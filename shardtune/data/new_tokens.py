@@ -17,8 +17,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from shardtune.config import ModelConfig
-from shardtune.data.hub import read_config_json
 from shardtune.errors import UserError
+from shardtune.hub import read_config_json
 
 _ROWS = 64  # the vocabulary grows to a multiple of these
 PIECES = "pieces_of_new_tokens"  # where a model's configuration has them, by the text of the id

@@ -17,8 +17,6 @@ from math import floor
 
 import numpy as np
 
-from shardtune.data.dataset import TokenDataset
-
 _SHUFFLE = 1  # added to the seed of an epoch, so that its rows draw other random numbers
 _GROUP_ROWS = 32
 # Ends of the levels of cost, in tokens, 3% apart (`shuffle_groups`, B = 8,192). They are integers,
@@ -46,19 +44,24 @@ class Rows:
 
 
 def sequences_of_epoch(
-    dataset: TokenDataset, weights: Sequence[Fraction], seed: int, epoch: int
+    begins_record: np.ndarray,
+    source_of: np.ndarray,
+    weights: Sequence[Fraction],
+    seed: int,
+    epoch: int,
 ) -> np.ndarray:
     """Return the sequences in the order of the dataset, int64; one that is used twice, twice.
 
-    `weights`: the passes per epoch of each source.
+    `begins_record`, `source_of`: of each sequence, in the order of the dataset. `weights`: the
+    passes per epoch of each source.
     """
-    is_first = dataset.begins_record
-    n_records = np.bincount(dataset.source[is_first], minlength=len(weights))
+    n_records = np.bincount(source_of[begins_record], minlength=len(weights))
     uses = [
         _uses(n, floor(epoch * weight * n), floor((epoch + 1) * weight * n), [seed, source])
         for source, (weight, n) in enumerate(zip(weights, n_records.tolist(), strict=True))
     ]
-    return np.repeat(np.arange(len(dataset)), np.concatenate(uses)[np.cumsum(is_first) - 1])
+    of_record = np.concatenate(uses)
+    return np.repeat(np.arange(len(source_of)), of_record[np.cumsum(begins_record) - 1])
 
 
 def _uses(n: int, begin: int, end: int, seeds: list[int]) -> np.ndarray:

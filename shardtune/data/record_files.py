@@ -22,10 +22,10 @@ import pyarrow.parquet
 
 from shardtune.data.forms import forms_of, has_turns
 from shardtune.data.forms.columns import Columns, list_of_records, read_fields
-from shardtune.data.hub import datasets_library
 from shardtune.data.paths import COMPRESSIONS, kind_of
 from shardtune.data.records import FileError, RecordError, without_nulls
 from shardtune.errors import UserError, first_line
+from shardtune.hub import datasets_library
 from shardtune.log import logger
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Why sources cannot be used, or which of their records are left out: sums over each, in words."""
+"""Why sources cannot be used, or what is said of their records: sums over each, in words."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from shardtune.config import DataConfig
 from shardtune.data.records import TOO_LONG, BrokenRecord, Outcome, RecordSums
-from shardtune.data.sources import Source
-from shardtune.data.tokenize import TokenizedChunk
+from shardtune.data.tokenize import RecordHash, TokenizedChunk
 from shardtune.errors import counted, first_few
 
 _NAMED_PROBLEMS = 10
 _OFTEN_BROKEN = 0.1  # a source with more broken records has a form that was not recognised
-
-SourceKey = tuple[str, int]  # the set of a source, and its index there
-Sources = Mapping[SourceKey, Source]
-SetSums = Mapping[str, RecordSums]  # over each set of records
 
 
 class BrokenRecords:
@@ -62,12 +59,14 @@ class BrokenRecords:
 
 @dataclass
 class SourceSums:
-    """Sums over one source. `own`: over the records that are neither broken nor held out."""
+    """Sums over the source that `spec`, the value of `key`, names."""
 
+    key: str
+    spec: str
     n_read: int = 0
     n_bytes: int = 0
     broken: BrokenRecords = field(default_factory=BrokenRecords)
-    own: RecordSums = field(default_factory=RecordSums)
+    own: RecordSums = field(default_factory=RecordSums)  # neither broken nor held out
     fields: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)  # that have a record
 
@@ -99,23 +98,25 @@ class SourceSums:
         return {f"WARNING: {line}": record for line, record in lines.items()}
 
 
-def problems_of(
-    data: DataConfig, sources: Sources, sums: Mapping[SourceKey, SourceSums], sets: SetSums
-) -> list[str]:
+SumsBySource = Mapping[tuple[str, int], SourceSums]  # by its set, and its index there
+SetSums = Mapping[str, RecordSums]  # over each set of records
+
+
+def problems_of(data: DataConfig, sums: SumsBySource, sets: SetSums) -> list[str]:
     """Return why these sources cannot be used."""
     refused = [each.broken for each in sums.values() if each.refuses_broken(data)]
     problems = [line for broken in refused for line in broken.lines()][:_NAMED_PROBLEMS]
     problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
-    for key, source in sources.items():
-        problems += _source_problems(source, sums[key], data)
-    return problems or _unmatched_roles(data, sets.values()) or _not_held_out(data, sources, sets)
+    for each in sums.values():
+        problems += _source_problems(each, data)
+    return problems or _unmatched_roles(data, sets.values()) or _not_held_out(data, sums, sets)
 
 
-def _source_problems(source: Source, sums: SourceSums, data: DataConfig) -> list[str]:
+def _source_problems(sums: SourceSums, data: DataConfig) -> list[str]:
     """Return why this source cannot be used."""
     if sums.broken.end_files:
         said = "its broken records are not counted, as a file cannot be used to its end"
-        return [f"{source.key}: {said} - do what is said above"]
+        return [f"{sums.key}: {said} - do what is said above"]
     if sums.refuses_broken(data):
         count = f"{sums.broken.count} of {sums.n_read} records broken"
         remedy, share = "repair or remove them", math.ceil(100 * sums.broken_share) / 100
@@ -127,12 +128,12 @@ def _source_problems(source: Source, sums: SourceSums, data: DataConfig) -> list
         if share <= _OFTEN_BROKEN:
             value = f'"data.on_broken={{drop: {share}}}"' if share > 0.01 else "data.on_broken=drop"
             remedy += f", or leave them out with {value}"
-        return [f"{source.key}: {count} - {remedy}"]
+        return [f"{sums.key}: {count} - {remedy}"]
     if not sums.n_read:
-        return [f"{source.name}: no record in it - name data that has some"]
+        return [f"{sums.key}={sums.spec}: no record in it - name data that has some"]
     if sums.own.n_sequences:
         return []
-    problem = _nothing_to_train(source.key, source.spec, sums.own)
+    problem = _nothing_to_train(sums.key, sums.spec, sums.own)
     all_held_out = data.eval is None and data.eval_fraction > 0 and not sums.own.n_records
     return [f"{problem} or lower data.eval_fraction" if all_held_out else problem]
 
@@ -149,12 +150,12 @@ def _nothing_to_train(key: str, spec: str, sums: RecordSums) -> str:
     )
 
 
-def _not_held_out(data: DataConfig, sources: Sources, sets: SetSums) -> list[str]:
+def _not_held_out(data: DataConfig, sums: SumsBySource, sets: SetSums) -> list[str]:
     """Return the problem of a fraction that holds out nothing to evaluate."""
     if data.eval is not None or not data.eval_fraction or sets["eval"].n_sequences:
         return []
     if sets["eval"].n_records:
-        problem = _nothing_to_train("data.eval", sources["train", 0].spec, sets["eval"])
+        problem = _nothing_to_train("data.eval", sums["train", 0].spec, sets["eval"])
         return [f"{problem}, or raise data.eval_fraction"]
     records = counted(sets["train"].n_records, "record")
     return [
@@ -182,3 +183,36 @@ def _unmatched_roles(data: DataConfig, sets: Iterable[RecordSums]) -> list[str]:
         f"{first_few(found, 10) or 'none'}"
         for role in data.roles.keys() - found
     ]
+
+
+class RecordHashes:
+    """The hashes of all records of a set that have a row."""
+
+    def __init__(self) -> None:
+        self._parts = [np.empty((0, 2), np.uint64)]
+
+    def add(self, hashes: Sequence[RecordHash]) -> None:
+        self._parts.append(np.array(hashes, np.uint64).reshape(-1, 2))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def shared_with(self, other: RecordHashes) -> list[int]:
+        """Return the records whose tokens equal those of a record in `other`, trained or not."""
+        tokens, records = np.concatenate(self._parts).T
+        of_other, _ = np.concatenate(other._parts).T
+        return records[np.isin(tokens, of_other)].tolist()
+
+
+def describe_leaks(sets: Mapping[str, RecordHashes]) -> dict[str, int]:
+    """Return a line for each set with records of data.train, and the first of these there."""
+    remedy = (
+        "the perplexity tells nothing of new text; docs/data.md has the command that drops them"
+    )
+    lines = {}
+    for name, hashes in sets.items():
+        if name != "train" and (shared := hashes.shared_with(sets["train"])):
+            line = f"data.{name}: WARNING: records that data.train has too"
+            line += f": {len(shared)} of {len(hashes)} - {remedy}"
+            lines[line] = sets["train"].shared_with(hashes)[0]
+    return lines

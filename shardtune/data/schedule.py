@@ -171,7 +171,8 @@ class Schedule:
         return min(total, last)
 
     def _sequences(self, epoch: int) -> np.ndarray:
-        return sequences_of_epoch(self.dataset, self.weights, self.seed, epoch)
+        columns = self.dataset.begins_record, self.dataset.source
+        return sequences_of_epoch(*columns, self.weights, self.seed, epoch)
 
     def _count_rows(self, sequences: np.ndarray) -> int:
         """Return the number of rows of these sequences, which does not depend on the seed."""

@@ -78,3 +78,26 @@ def first_indices(tensor: torch.Tensor) -> Sequence[int]:
     if isinstance(tensor, DTensor):
         return cast(Any, tensor).__create_chunk_list__()[0].offsets
     return [0] * tensor.dim()
+
+
+def is_spread(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
+    return "expert" in _dimensions(parameter)
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Return whether the ranks of `tensor` compute with parts of a parameter."""
+    return "tensor" in _dimensions(parameter)
+
+
+def gathered_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements of a sharded parameter a rank has once FSDP2 has gathered it."""
+    names, numel = _dimensions(parameter), parameter.numel()
+    for name in {"expert", "tensor"}.intersection(names):
+        numel //= cast(DTensor, parameter).device_mesh.size(names.index(name))
+    return numel
+
+
+def _dimensions(parameter: torch.Tensor) -> tuple[str, ...]:
+    is_sharded = isinstance(parameter, DTensor)
+    return (cast(DTensor, parameter).device_mesh.mesh_dim_names or ()) if is_sharded else ()

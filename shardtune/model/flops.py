@@ -29,8 +29,8 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.documents.one_by_one import keeps_states_only, recurrence_flops, state_mixers
-from shardtune.model.parts import is_in_list, is_stack, met_numel
-from shardtune.model.traits import EXPERTS, TOP_K, heads, layer_types, number, top_k
+from shardtune.model.parts import is_in_list, is_stack, layer_types, met_numel
+from shardtune.model.traits import EXPERTS, TOP_K, heads, number, top_k
 
 # The setting with the span of each layer type. Other types have no pairs, or the data decides.
 _SPANS = {

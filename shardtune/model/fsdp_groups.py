@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is used here
-from shardtune.model.moe.spread import is_spread
+from shardtune.distributed.tensors import is_spread
 
 
 class Group:

@@ -1,14 +1,16 @@
-"""Tell the parts of a model by the names and shapes in transformers' architectures.
+"""Tell architectures and their parts by the names and shapes that transformers has.
 
-This file alone decides which parameters are stacks of experts or factors of adapters, and which
-modules are decoder layers.
+This file alone decides which architectures are refused by their names, which parameters are stacks
+of experts or factors of adapters, and which modules are decoder layers, of which types.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -19,6 +21,14 @@ if TYPE_CHECKING:  # a preflight asks for versions alone: torch's import takes s
 
 FACTORS = ("lora_A", "lora_B")
 ROWS = "token_rows"  # of new tokens, beside a frozen embedding or head
+# Architectures that would need code of their own, and architectures to use instead.
+_INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
+_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
+_INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
+_INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
+_INSTEAD |= dict.fromkeys(
+    ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"), "gpt_oss or glm4_moe"
+)
 
 
 def is_factor(name: str) -> bool:
@@ -29,6 +39,15 @@ def is_factor(name: str) -> bool:
 def is_stack(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a matrix for each expert, the experts first."""
     return parameter.dim() == 3
+
+
+def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, module and number of experts of each stack that takes a router's choices."""
+    for name, module in model.named_modules():
+        stacks = [*filter(is_stack, module.parameters(recurse=False))]
+        # The module itself, tokens, the router's choices and their weights.
+        if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
+            yield name, module, stacks[0].shape[0]
 
 
 def is_in_list(name: str) -> bool:
@@ -55,6 +74,17 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [layer for layer in named if layer not in inner]
 
 
+def layer_types(settings: Any) -> list[str]:
+    """Return the type of each layer, or an empty list where an architecture does not name them."""
+    return list(getattr(settings, "layer_types", None) or ())
+
+
 def has_new_transformers() -> bool:
     """Return whether the installed transformers has plans of experts and of cut matrices."""
     return Version(importlib.metadata.version("transformers")).release >= (5, 23)
+
+
+def not_trained(kind: str) -> str:
+    """Return why an architecture is refused by its name alone, or an empty text."""
+    instead = _INSTEAD.get(kind)
+    return f"{kind} is not trained here - use a model of type {instead}" if instead else ""

@@ -3,6 +3,11 @@
 Full activation checkpointing keeps the input of each layer and nothing else. With `offload` it goes
 to host memory while its layer computes, and comes back while the layer behind it is computed again,
 so that a GPU holds two of them. Copies change no bit.
+
+Experts and MLPs may run on a part of a row's tokens at a time, so that long rows fit. The
+activations of a tile are dropped after it and computed again in its backward. So these modules run
+twice, and hold the activations of one tile at a time. All ranks run the same number of tiles, even
+with few tokens, since spread experts exchange tokens in each.
 """
 
 from __future__ import annotations
@@ -10,24 +15,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.attention.varlen  # registers its operator
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
+    checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-import shardtune.model.older_transformers  # noqa: F401, gives older ones what is used here
 from shardtune.distributed.host_memory import pinned_zeros, unpin
 from shardtune.distributed.layout import Layout
 from shardtune.model.documents import cpu_attention
+from shardtune.model.parts import is_stack, stacked_experts
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
 # recomputes the rest.
@@ -277,3 +285,67 @@ def keep_inputs_on_host(model: PreTrainedModel, copies: Copies) -> None:
         if getattr(module, "gradient_checkpointing", False):
             layer: Any = module
             layer._gradient_checkpointing_func = inputs.around(layer._gradient_checkpointing_func)
+
+
+def tile_layers(model: PreTrainedModel, layers: list[nn.Module], tiles: int) -> None:
+    """Let the experts and dense MLPs of all layers run on their tokens in `tiles` parts."""
+    module: Any
+    for _, module, _ in stacked_experts(model):
+        module.tiles = tiles
+        module.forward = _tiled(module.forward, tiles, dim=0)
+    for layer in layers:
+        for module in filter(_is_mlp, layer.modules()):
+            module.forward = _tiled(module.forward, tiles, dim=-2)
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Whether this is transformers' dense MLP, which maps each token by itself."""
+    is_named_so = any(kind.__name__.endswith("MLP") for kind in type(module).__mro__)
+    return is_named_so and not any(map(is_stack, module.parameters()))  # GPT-OSS' MLP has stacks
+
+
+def _tiled(forward: Callable[..., torch.Tensor], tiles: int, dim: int) -> Callable[..., Any]:
+    """Return a forward on `tiles` parts of its tensors, cut at dimension `dim`."""
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(tensor.tensor_split(tiles, dim) for tensor in tensors), strict=True)
+        if not torch.is_grad_enabled():
+            return torch.cat([forward(*part) for part in parts], dim)
+        outputs = [checkpoint(forward, *part, use_reentrant=False) for part in parts]
+        return torch.cat(outputs, dim)
+
+    return torch.compiler.disable(run)
+
+
+# transformers 5.17 to 5.22 get the checkpointing of layers that 5.23 has.
+_Layer: Any = GradientCheckpointingLayer
+
+
+def _checkpoint_forward(layer: Any) -> None:
+    """Let a class of layers checkpoint its forward, so that hooks of modules stay outside."""
+    # Before 5.23 the whole call is checkpointed: FSDP2's hooks would run again in the backward, and
+    # out of order.
+    forward = layer.forward
+
+    @wraps(forward)
+    def forward_with_checkpointing(self: Any, *arguments: Any, **options: Any) -> Any:
+        # FSDP2 makes a subclass of a layer's class. Both have this forward, and one checkpoints.
+        is_outermost = type(self).forward is forward_with_checkpointing
+        if self.gradient_checkpointing and self.training and is_outermost:
+            return self._gradient_checkpointing_func(partial(forward, self, **options), *arguments)
+        return forward(self, *arguments, **options)
+
+    layer.forward = forward_with_checkpointing
+
+
+def _subclasses(layer: Any) -> Iterator[Any]:
+    for each in layer.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+if "__call__" in vars(_Layer):
+    del _Layer.__call__
+    for _each in list(_subclasses(_Layer)):
+        _checkpoint_forward(_each)
+    _Layer.__init_subclass__ = classmethod(_checkpoint_forward)

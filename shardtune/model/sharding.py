@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.tensors import DTYPES, is_cut, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.fsdp_groups import gather_ahead, groups_of
-from shardtune.model.moe.spread import is_cut, is_whole_stack, shard_placement, spread_experts
+from shardtune.model.moe.spread import is_whole_stack, shard_placement, spread_experts
 from shardtune.model.tensor_parallel import cut_layers
 from shardtune.optimizers.rounding import SCALE_BLOCK
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.progress import Progress
+from shardtune.distributed.tensors import is_cut
 from shardtune.model import documents
-from shardtune.model.moe.spread import is_cut
 from shardtune.model.parts import FACTORS
 
 # The parameters of a linear module that are cut with its weight's rows, and with its columns, and

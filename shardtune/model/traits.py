@@ -1,4 +1,4 @@
-"""Read an architecture's settings: experts in total and per token, heads and types of layers.
+"""Read an architecture's settings: experts in total and per token, and heads.
 
 No other file names such a setting. It imports no torch.
 """
@@ -15,15 +15,6 @@ if TYPE_CHECKING:  # a plan reads config.json first: torch's import takes second
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
-
-# Architectures that would need code of their own, and architectures to use instead.
-_INSTEAD = dict.fromkeys(("rwkv", "xlstm"), "mamba2 or qwen3_next")
-_INSTEAD |= dict.fromkeys(("gpt_neo", "mpt", "xlnet"), "llama or gpt_neox")
-_INSTEAD |= dict.fromkeys(("zamba", "zamba2"), "bamba or falcon_h1")
-_INSTEAD |= dict.fromkeys(("dbrx", "doge"), "qwen3_moe or mixtral")
-_INSTEAD |= dict.fromkeys(
-    ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text"), "gpt_oss or glm4_moe"
-)
 
 
 class Heads(NamedTuple):
@@ -54,11 +45,6 @@ def numbers_of_heads(model: PreTrainedModel) -> list[int]:
     return sorted({n for each in lists for n in each if isinstance(n, int)})
 
 
-def layer_types(settings: Any) -> list[str]:
-    """Return the type of each layer, or an empty list where an architecture does not name them."""
-    return list(getattr(settings, "layer_types", None) or ())
-
-
 def number(settings: Any, *names: str) -> int:
     """Return the first of these settings that is a number, the same in all layers, or 0."""
     for name in names:
@@ -86,9 +72,3 @@ def most_of_layers(model: PreTrainedModel, *names: str) -> int:
 def top_k(model: PreTrainedModel) -> int:
     """Return how many of the experts a token meets at most, in any layer; 1 without experts."""
     return most_of_layers(model, *TOP_K) or 1
-
-
-def not_trained(kind: str) -> str:
-    """Return why an architecture is refused by its name alone, or an empty text."""
-    instead = _INSTEAD.get(kind)
-    return f"{kind} is not trained here - use a model of type {instead}" if instead else ""

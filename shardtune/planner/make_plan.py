@@ -14,13 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.layout import Layout
-from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.tensors import DTYPES, gathered_numel, is_cut, is_spread, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, require_trainable
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.model.moe.spread import gathered_numel, is_cut, is_spread
 from shardtune.model.stages import divided
 from shardtune.planner.arithmetic.figures import Collective
 from shardtune.planner.arithmetic.machine import Machine, gpu_of, seconds, with_gathers

@@ -30,7 +30,7 @@ from shardtune.model.documents.attention_choice import choose_attention
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.flops import DevicePeak, MfuMeter
 from shardtune.model.loss import compile_loss, use_loss_head
-from shardtune.model.moe.tiles import tile_layers
+from shardtune.model.recomputation import tile_layers
 from shardtune.model.stages import layers_in
 from shardtune.run_files import METRICS, read_entries
 from shardtune.training import optim

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch
+from shardtune.distributed.exchange import heads_between
 from shardtune.distributed.meshes import Link
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.model import documents
-from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.loss import Measure, summed_loss
 from shardtune.training.states.replica_shards import OwnedParameters
 

@@ -108,6 +108,8 @@ def log_model(
         is_cpu = world.device.type == "cpu"
         where = "in the same memory on a CPU" if is_cpu else "in pinned host memory"
         logger.info(f"Activation checkpointing: full, with the layers' inputs {where}")
+    if world.layout.row_ranks > 1:
+        logger.info(_describe_rows(facts, world.layout))
     if world.layout.stages > 1:
         logger.info(_describe_stages(divided(facts.costs, world.layout.stages), world.layout))
 
@@ -126,6 +128,15 @@ def router_remarks(model: PreTrainedModel) -> Iterator[str]:
             f"Routers: config.json asks for a balancing loss (router_aux_loss_coef={weight}), "
             "which training does not add: its loss is that of the tokens alone"
         )
+
+
+def _describe_rows(facts: ModelFacts, layout: Layout) -> str:
+    line = f"Rows: each shared by {layout.row_ranks} ranks"
+    if layout.tensor > 1:
+        return f"{line}, which cut the matrices of each layer in {layout.tensor}"
+    numbers = facts.numbers_of_heads
+    shares = " or ".join(f"{heads // layout.context} of {heads}" for heads in numbers)
+    return f"{line}, {shares} heads each"
 
 
 def _describe_stages(layers: list[range], layout: Layout) -> str:

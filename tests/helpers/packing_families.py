@@ -12,8 +12,7 @@ from helpers.commands import REPOSITORY
 from helpers.tiny_models import VOCABULARY
 from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
-from shardtune.model.documents.attention_choice import Attention, decide_attention
-from shardtune.model.documents.attention_trial import LogitsTrial
+from shardtune.model.documents.attention_choice import Attention, LogitsTrial, decide_attention
 
 
 def config_of(family: str, **settings: Any) -> PreTrainedConfig:

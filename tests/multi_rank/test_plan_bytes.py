@@ -18,10 +18,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
+from shardtune.distributed.exchange import heads_between
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model import documents
-from shardtune.model.documents.head_exchange import heads_between
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.make_plan import make_plan

@@ -19,9 +19,8 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.model import documents
 from shardtune.model.loss import summed_loss, use_loss_head
-from shardtune.model.moe.spread import stacked_experts
-from shardtune.model.moe.tiles import tile_layers
-from shardtune.model.parts import decoder_layers
+from shardtune.model.parts import decoder_layers, stacked_experts
+from shardtune.model.recomputation import tile_layers
 
 TILES = 3
 LENGTHS = [[31], [1], [2, 9], [4]]  # documents of the row of each rank

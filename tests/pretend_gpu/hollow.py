@@ -188,7 +188,7 @@ def _prepare_forward(model: Any, facts: Any, tiles: int, world: Any) -> None:
     """Let the model attend and make logits as a run of packed rows does."""
     from shardtune.model.documents.attention import DOCUMENT_ATTENTION
     from shardtune.model.loss import use_loss_head
-    from shardtune.model.moe.tiles import tile_layers
+    from shardtune.model.recomputation import tile_layers
     from shardtune.model.stages import layers_in
 
     model.set_attn_implementation(DOCUMENT_ATTENTION)

@@ -149,7 +149,7 @@ def test_lines_appear_once_a_run_or_once_a_node(is_main, is_node_main, shown, ca
 def test_no_library_shows_progress_in_a_log():
     """datasets is imported later, where it is needed."""
     program = """
-from shardtune.data.hub import datasets_library
+from shardtune.hub import datasets_library
 from shardtune.log import quiet_libraries
 quiet_libraries(is_main=True)
 print(datasets_library().are_progress_bars_disabled())

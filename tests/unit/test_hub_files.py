@@ -14,9 +14,9 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from shardtune import hub
 from shardtune.checkpoint.export import model_files
 from shardtune.config import ModelConfig
-from shardtune.data import hub
 from shardtune.errors import UserError
 from shardtune.model.source import files
 from shardtune.model.source.weight_files import files_of_weights

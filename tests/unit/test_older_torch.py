@@ -84,7 +84,7 @@ def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(mon
 
 def test_hooks_of_a_checkpointed_layer_run_once_and_its_forward_twice():
     """FSDP2 gathers and frees weights in such hooks. Older versions need the adaptation for it."""
-    import_module("shardtune.model.older_transformers")
+    import_module("shardtune.model.recomputation")
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", **shape, vocab_size=32, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_config(config).train()

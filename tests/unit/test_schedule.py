@@ -204,7 +204,9 @@ def test_counts_are_exact_and_uses_differ_by_at_most_one(tmp_path_factory, sourc
     uses: Counter[int] = Counter()
     before = [0] * len(sources)
     for epoch in range(epochs):
-        taken = sequences_of_epoch(dataset, weights_of(sources), seed, epoch)
+        taken = sequences_of_epoch(
+            dataset.begins_record, dataset.source, weights_of(sources), seed, epoch
+        )
         assert (np.diff(taken) >= 0).all()
         per_sequence = np.bincount(taken, minlength=len(dataset))
         per_record = {}
@@ -228,7 +230,7 @@ def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path):
 
     def taken(weight: str, seed: int, epoch: int) -> list[int]:
         weights = weights_of([sources[0], (weight, 30)])
-        sequences = sequences_of_epoch(dataset, weights, seed, epoch)
+        sequences = sequences_of_epoch(dataset.begins_record, dataset.source, weights, seed, epoch)
         return sequences[sequences < n_first].tolist()
 
     assert taken("0.35", 1, 1) == taken("2", 1, 1)
@@ -237,7 +239,7 @@ def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path):
     assert not set(others[0]) & set(others[1])  # the other half
 
     twins = mixture(tmp_path, [("0.5", 42), ("0.5", 42)])  # alike to the last sequence
-    sequences = sequences_of_epoch(twins, (Fraction(1, 2),) * 2, 1, 0)
+    sequences = sequences_of_epoch(twins.begins_record, twins.source, (Fraction(1, 2),) * 2, 1, 0)
     first, second = (sequences[twins.source[sequences] == source] for source in (0, 1))
     assert first.tolist() != (second - (twins.source == 0).sum()).tolist()
 
@@ -277,7 +279,9 @@ def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(packing, weight
     assert whole.steps_per_epoch == -(-per_epoch[0] // 16)
     for epoch in range(4):
         members = [i for s in steps if s.epoch == epoch for i in s.rows.members.tolist()]
-        taken = sequences_of_epoch(dataset, weights_of(sources), 5, epoch)
+        taken = sequences_of_epoch(
+            dataset.begins_record, dataset.source, weights_of(sources), 5, epoch
+        )
         assert sorted(members) == taken.tolist()
     for step in steps:
         assert step.tokens == sum(len(dataset[i][0]) for i in step.rows.members)

@@ -22,7 +22,7 @@ from shardtune.config_io import load_config
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.documents import attention_choice
-from shardtune.model.documents.attention_trial import LogitsTrial
+from shardtune.model.documents.attention_choice import LogitsTrial
 from shardtune.model.facts import trial
 from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import problems

@@ -1,4 +1,4 @@
-"""The forms of records: a module for each, and the row of `_FORMS` that makes it one."""
+"""The forms of records: a row of `_FORMS` for each, with the function that reads it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardtune.data.forms import (
-    alpaca,
-    messages,
-    plain_text,
-    prompt_completion,
-    sharegpt,
-    token_rows,
-)
-from shardtune.data.forms.beside_turns import BESIDE_TURNS, with_what_stands_beside
+from shardtune.data.forms import readers, token_rows
 from shardtune.data.forms.columns import Columns, proposed, rename_fields
-from shardtune.data.forms.turns import Fields, has_turns
+from shardtune.data.forms.turns import BESIDE_TURNS, Fields, has_turns, with_what_stands_beside
 from shardtune.data.records import (
     Conversation,
     FileError,
@@ -48,11 +40,24 @@ class Form(NamedTuple):
 
 
 _FORMS = (
-    Form(messages.FIELDS, messages.read),
-    Form(sharegpt.FIELDS, sharegpt.read, name=sharegpt.NAME),
-    Form(prompt_completion.FIELDS, prompt_completion.read, as_chat=prompt_completion.AS_CHAT),
-    Form(alpaca.FIELDS, alpaca.read, alpaca.BESIDE, alpaca.NAME),
-    Form(plain_text.FIELDS, plain_text.read, has_answers=False),
+    Form(("messages",), readers.read_messages),
+    Form(
+        ("conversations",),
+        readers.read_sharegpt,
+        name="ShareGPT: conversations of from and value",
+    ),
+    Form(
+        ("prompt", "completion"),
+        readers.read_completion,
+        as_chat='"data.columns={instruction: prompt, output: completion}" to read it in a chat',
+    ),
+    Form(
+        ("instruction", "output"),
+        readers.read_alpaca,
+        ("input", "history"),
+        name="Alpaca: instruction, input and output",
+    ),
+    Form(("text",), readers.read_text, has_answers=False),
     Form(
         token_rows.FIELDS,
         token_rows.read,

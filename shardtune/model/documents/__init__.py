@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from shardtune.data.batch import Batch
-from shardtune.model.documents.head_exchange import HeadExchange
+from shardtune.distributed.exchange import HeadExchange
 
 
 class Tried:

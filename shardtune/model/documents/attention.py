@@ -8,6 +8,10 @@ is called once per document.
 A window is the number of tokens that a query sees, itself and those before it; 0 is all of its
 document. A sink is one more score of each head, whose weight goes to no value: attention with it is
 attention without, times sigmoid(log-sum-exp of the scores - sink).
+
+Varlen attention calls FlashAttention 3 where it is installed, else PyTorch's version 2: PyTorch has
+both behind the same operators. Version 3 is for GPUs of compute capability 9 and has no dropout. It
+adds up in one order only for heads that are narrow enough, and builds of early 2025 never do.
 """
 
 from __future__ import annotations
@@ -21,20 +25,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from torch.nn.attention.varlen import AuxRequest
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from shardtune.distributed.older_torch import varlen_attn
+from shardtune.distributed.world import World
 from shardtune.errors import first_line
 from shardtune.model import documents
 from shardtune.model.documents import Documents, Tried
 from shardtune.model.documents.cpu_attention import causal_documents
-from shardtune.model.documents.flash_attention import is_third, keep_second
 
 DOCUMENT_ATTENTION = "documents"  # its name in transformers' interface
 # In the trial of FlashAttention 3: enough for many blocks of keys to add to one gradient.
 _REPEATED_TOKENS, _REPEATS = 2048, 4
+_why_second = ""  # why FlashAttention 2 is called, or "" if version 3 is
 
 
 class UnexpectedFeature(RuntimeError):
@@ -279,7 +289,7 @@ def _varlen_runs(
 ) -> bool:
     """Return whether varlen attention runs on a device, forward and backward."""
     problem = _varlen_problem(device, dtype, width, window, sink)
-    if problem and is_third():
+    if problem and _is_third():
         keep_second(f"fails for heads of {width} in its trial ({problem})")
         problem = _varlen_problem(device, dtype, width, window, sink)
     return not problem
@@ -289,14 +299,14 @@ def _varlen_problem(
     device: torch.device, dtype: torch.dtype, width: int, window: bool, sink: bool
 ) -> str:
     """Return why varlen attention does not serve, or ""."""
-    length = _REPEATED_TOKENS if is_third() else 4
+    length = _REPEATED_TOKENS if _is_third() else 4
     numbers = torch.arange(length * 2 * width, dtype=torch.float32, device=device).sin()
     x = numbers.view(length, 2, width).to(dtype).requires_grad_()
     boundaries = torch.tensor([0, 1, length], dtype=torch.int32, device=device)
     special = (2 if window else 0, x.new_zeros(2) if sink else None)
     gradients: list[torch.Tensor] = []
     try:
-        for _ in range(_REPEATS if is_third() else 1):
+        for _ in range(_REPEATS if _is_third() else 1):
             with torch.enable_grad():
                 output = _varlen(x, x, x, boundaries, length - 1, None, *special)
                 gradients += torch.autograd.grad(output.sum(), x)
@@ -339,6 +349,55 @@ def _checked_mask(*, local_size: int | None = None, **arguments: Any) -> torch.T
         _object(tried, "another mask than the causal one within each document")
     tried.masks.append((mask, window))
     return mask
+
+
+def choose_flash_attention(model_config: PreTrainedConfig, world: World) -> None:
+    """Let varlen attention call version 3 from now on, if every rank has it. Collective."""
+    global _why_second
+    _why_second = _activate_third(model_config, world.device)
+    agree_on_flash_attention(world)
+
+
+def agree_on_flash_attention(world: World) -> None:
+    """Call version 2 on every rank if one of them must. Collective."""
+    # Ranks with different versions would round differently, and rank 0 would log its own alone.
+    reasons = world.all_gather_json(_why_second)
+    rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+    if rank is not None:
+        keep_second(f"{reasons[rank]} on rank {rank}" if rank else reasons[rank])
+
+
+def _is_third() -> bool:
+    return current_flash_attention_impl() == "FA3"
+
+
+def keep_second(reason: str) -> None:
+    """Call version 2 from now on."""
+    global _why_second
+    if _is_third():
+        restore_flash_attention_impl()
+    _why_second = reason
+
+
+def flash_attention_name() -> str:
+    """Return the version that varlen attention calls on a GPU, and why version 3 is not called."""
+    return "FlashAttention 3" if _is_third() else f"FlashAttention 2, as 3 {_why_second}"
+
+
+def _activate_third(model_config: PreTrainedConfig, device: torch.device) -> str:
+    """Activate version 3, or return why that is impossible: words to follow its name."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"needs a GPU of compute capability 9, and this one has {major}.{minor}"
+    settings = vars(model_config.get_text_config())
+    drops = [name for name in settings if "att" in name and "drop" in name and settings[name]]
+    if drops:
+        return f"has no dropout, and the model {drops[0]}={settings[drops[0]]}"
+    try:
+        activate_flash_attention_impl("FA3")
+    except Exception as error:  # the import of a package may raise anything
+        return f"is not there ({first_line(error)})"
+    return ""
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, torch.compiler.disable(document_attention))

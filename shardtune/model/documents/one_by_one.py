@@ -21,8 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.model import documents
-from shardtune.model.parts import decoder_layers
-from shardtune.model.traits import layer_types
+from shardtune.model.parts import decoder_layers, layer_types
 
 
 def call_one_by_one(module: nn.Module) -> None:

@@ -93,7 +93,7 @@ def _weights(
 
     `kinds`: of parameters that are not dense, by their names.
     """
-    types = traits.layer_types(model.config.get_text_config())
+    types = parts.layer_types(model.config.get_text_config())
     kind_of = {p: kinds.get(name, "dense") for name, p in model.named_parameters()}
     embedding: Any = model.get_input_embeddings()
     embedded = {*embedding.parameters()}

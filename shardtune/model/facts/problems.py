@@ -13,8 +13,7 @@ from math import gcd
 from shardtune.distributed.layout import Layout, leaves_empty_slices
 from shardtune.errors import divisors_text
 from shardtune.model.facts.facts import Facts, ModelFacts
-from shardtune.model.parts import has_new_transformers
-from shardtune.model.traits import not_trained
+from shardtune.model.parts import has_new_transformers, not_trained
 
 
 def problems(facts: Facts, layout: Layout) -> Iterator[str]:

@@ -25,12 +25,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.distributed.layout import Layout
 from shardtune.errors import UserError
 from shardtune.model.documents.attention_choice import (
+    ROUNDING,
+    LogitsTrial,
     decide_attention,
     leak_under_mask,
+    logits_distance,
     mixing_refusal,
     not_shared,
 )
-from shardtune.model.documents.attention_trial import ROUNDING, LogitsTrial, logits_distance
 from shardtune.model.facts.facts import Cut
 from shardtune.model.facts.of_model import facts_of_model
 from shardtune.model.facts.problems import tensor_problems

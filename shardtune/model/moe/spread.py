@@ -9,8 +9,6 @@ the same experts, `expert_shard` and `replicate`, are an FSDP group of their own
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -24,11 +22,11 @@ with contextlib.suppress(ImportError):  # transformers before 5.23
         apply_expert_parallelism,
     )
 
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from shardtune.distributed.layout import leaves_empty_slices
 from shardtune.distributed.progress import Progress
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import is_spread, to_local
 from shardtune.model.moe.token_exchange import ExpertExchange, SharedExperts
 from shardtune.model.parts import has_new_transformers, is_factor, is_stack
 
@@ -81,41 +79,9 @@ def spread_stacks(model: PreTrainedModel) -> set[str]:
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 
-def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
-    """Yield name, module and number of experts of each stack that takes a router's choices."""
-    for name, module in model.named_modules():
-        stacks = [*filter(is_stack, module.parameters(recurse=False))]
-        # The module itself, tokens, the router's choices and their weights.
-        if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
-            yield name, module, stacks[0].shape[0]
-
-
-def is_spread(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
-    return "expert" in _dimensions(parameter)
-
-
 def is_whole_stack(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is a stack of experts that FSDP2 alone shards."""
     return is_stack(parameter) and not is_spread(parameter)
-
-
-def is_cut(parameter: torch.Tensor) -> bool:
-    """Return whether the ranks of `tensor` compute with parts of a parameter."""
-    return "tensor" in _dimensions(parameter)
-
-
-def _dimensions(parameter: torch.Tensor) -> tuple[str, ...]:
-    is_sharded = isinstance(parameter, DTensor)
-    return (cast(DTensor, parameter).device_mesh.mesh_dim_names or ()) if is_sharded else ()
-
-
-def gathered_numel(parameter: torch.Tensor) -> int:
-    """Return how many elements of a sharded parameter a rank has once FSDP2 has gathered it."""
-    names, numel = _dimensions(parameter), parameter.numel()
-    for name in {"expert", "tensor"}.intersection(names):
-        numel //= cast(DTensor, parameter).device_mesh.size(names.index(name))
-    return numel
 
 
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:

@@ -15,10 +15,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
-from shardtune.data.hub import hub_problem, read_config_json
 from shardtune.data.new_tokens import PIECES, read_new_tokens
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
+from shardtune.hub import hub_problem, read_config_json
+from shardtune.model.parts import not_trained
 from shardtune.model.source.quantisation import MODELOPT
 from shardtune.model.source.quantised import quantised_problems, take_quantization
 from shardtune.model.source.text_model import build_text_model, require_text
@@ -31,7 +32,6 @@ from shardtune.model.source.weight_files import (
     list_stored,
     weight_problems,
 )
-from shardtune.model.traits import not_trained
 
 # Configuration, generation settings, tokenizer, and processors of images and sound.
 FILES_BESIDE_WEIGHTS = (

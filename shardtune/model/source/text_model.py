@@ -104,13 +104,3 @@ def drop_towers(model: PreTrainedModel) -> list[str]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, None)
     return towers
-
-
-def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Set how a model attends."""
-    # transformers warns of sections of the configuration whose towers are not built: left out.
-    config, parts = model.config, [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    built = {id(part.config) for part in parts}
-    sections = [name for name in config.sub_configs if id(getattr(config, name, None)) in built]
-    whole = [""] * model._can_set_attn_implementation()  # not if a tower has attention of its own
-    model.set_attn_implementation(dict.fromkeys([*whole, *sections], implementation))

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.tensors import gathered_numel
 from shardtune.distributed.world import World
-from shardtune.model.moe.spread import gathered_numel
 from shardtune.planner.arithmetic.figures import Cause, Peak
 from shardtune.planner.arithmetic.machine import Machine
 from shardtune.planner.arithmetic.shapes import Shapes

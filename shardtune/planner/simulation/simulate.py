@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.data.batch import Batch, slice_lengths
+from shardtune.distributed.exchange import heads_between
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
@@ -27,9 +28,13 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.build import build_on_meta, run_as_on_gpus
-from shardtune.model.documents.attention_choice import Attention, decide_attention, not_shared
-from shardtune.model.documents.attention_trial import TRIAL_LENGTHS, LogitsTrial
-from shardtune.model.documents.head_exchange import heads_between
+from shardtune.model.documents.attention_choice import (
+    TRIAL_LENGTHS,
+    Attention,
+    LogitsTrial,
+    decide_attention,
+    not_shared,
+)
 from shardtune.model.documents.one_by_one import (
     call_one_by_one,
     decays_by_head,
@@ -39,7 +44,7 @@ from shardtune.model.documents.one_by_one import (
 from shardtune.model.facts.facts import ModelFacts
 from shardtune.model.fsdp_groups import forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
-from shardtune.model.moe.tiles import tile_layers
+from shardtune.model.recomputation import tile_layers
 from shardtune.model.stages import layers_in
 from shardtune.planner.arithmetic.figures import EXPERT_IMBALANCE, Cause, Collective, Kernel, Peak
 from shardtune.planner.simulation.tracker import Tracker

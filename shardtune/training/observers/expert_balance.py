@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import ExpertsEntry, LayerBalance
-from shardtune.model.moe.spread import stacked_experts
 from shardtune.model.moe.token_exchange import count_tokens
+from shardtune.model.parts import stacked_experts
 from shardtune.training.observers.metrics import Metrics, StepEnded, StepObserver
 
 _STARVING_STEPS = 100

@@ -25,11 +25,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardtune.distributed.layout import BYTES, Layout
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import gathered_numel, to_local
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.fsdp_groups import gathered_groups
-from shardtune.model.moe.spread import gathered_numel
 from shardtune.units import gb
 
 _SHARE = 0.5  # the share of free memory for parameters; activations take the rest
