@@ -15,8 +15,8 @@ import psutil
 from shardtune.cluster import network
 from shardtune.config import Config, DistributedConfig
 from shardtune.config_io import read_run_arguments
-from shardtune.data.paths import kind_of, split_path
 from shardtune.errors import UserError, first_line, missing_directory
+from shardtune.paths import kind_of, split_path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DEFAULTS = {

@@ -21,10 +21,10 @@ from shardtune.cluster.control import Message
 from shardtune.cluster.environment import REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
-from shardtune.data.paths import kind_of, split_path
 from shardtune.distributed.measured import CPU
 from shardtune.model.facts.of_config import problems_of_model
 from shardtune.model.source.weight_files import WHOLE_BYTES, content_digest, tensors_digest
+from shardtune.paths import kind_of, split_path
 from shardtune.units import gb
 
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file

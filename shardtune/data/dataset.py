@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig, ModelConfig
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
-from shardtune.data.new_tokens import add_new_tokens
 from shardtune.data.records import TOO_LONG, Outcome, RecordSums
 from shardtune.data.refusal import RecordHashes, SourceSums, describe_leaks, problems_of
 from shardtune.data.sources import Source, find_source, read_records
@@ -33,6 +32,7 @@ from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.hub import hub_problem, read_config_json
 from shardtune.log import logger, node_logger
+from shardtune.new_tokens import add_new_tokens
 from shardtune.run_files import cache_folder
 
 # One file for each column of a set; tokens and trained flags stand end to end. Of the last two one

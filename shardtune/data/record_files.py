@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import pyarrow.parquet
 
-from shardtune.data.forms import forms_of, has_turns
-from shardtune.data.forms.columns import Columns, list_of_records, read_fields
-from shardtune.data.paths import COMPRESSIONS, kind_of
+from shardtune.data.forms import Columns, forms_of, has_turns, list_of_records, read_fields
 from shardtune.data.records import FileError, RecordError, without_nulls
 from shardtune.errors import UserError, first_line
 from shardtune.hub import datasets_library
 from shardtune.log import logger
+from shardtune.paths import COMPRESSIONS, kind_of
 
 if TYPE_CHECKING:
     import datasets

@@ -112,6 +112,32 @@ def from_json(value: Any) -> Any:
         return value
 
 
+def parsed(name: str, value: Any) -> Any:
+    """Return a list that may be given as JSON text, as tables hold it."""
+    if isinstance(value, str) and value.lstrip().startswith("[{'"):
+        raise RecordError(f"{name} is a list as Python prints it - write it with json.dumps")
+    return from_json(value)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a record that are not null. Reading them adds to `notes` what is unusual."""
+
+    values: Mapping[str, Any]
+    roles: Mapping[str, str]  # `data.roles`, from the data's names to ours
+    notes: list[Note]
+
+    def text(self, name: str) -> str:
+        """Return the text of a field, empty if the record lacks the field."""
+        text = self.values.get(name, "")
+        require(isinstance(text, str), name, text, "a string")
+        return str(text)
+
+    def parsed(self, name: str) -> Any:
+        """Return a value that may be given as JSON text, as tables hold lists."""
+        return parsed(name, self.values.get(name, ""))
+
+
 def without_nulls(value: Any, kept: str = "") -> Any:
     """Drop keys with None, but `kept`: Arrow gives each struct the keys of its column's others."""
     if isinstance(value, dict):

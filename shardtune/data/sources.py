@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import xxhash
 
-from shardtune.data.paths import KINDS, kind_of, split_path
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks, require_codec
 from shardtune.errors import UserError, first_few, first_line, missing_directory
 from shardtune.hub import datasets_library, hub_problem
+from shardtune.paths import KINDS, kind_of, split_path
 
 if TYPE_CHECKING:
     import datasets

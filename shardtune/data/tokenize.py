@@ -19,8 +19,7 @@ import xxhash
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
-from shardtune.data.forms import read_record
-from shardtune.data.forms.columns import names_in
+from shardtune.data.forms import names_in, read_record
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.record_files import RecordChunk
 from shardtune.data.records import (

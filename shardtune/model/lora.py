@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from shardtune.config import LoraConfig
-from shardtune.data.new_tokens import NewTokens
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
 from shardtune.model.loss import HeadWithRows
@@ -37,6 +36,7 @@ from shardtune.model.moe.grouped_experts import (
     trait,
 )
 from shardtune.model.parts import FACTORS, ROWS, decoder_layers, is_factor, is_in_list, is_stack
+from shardtune.new_tokens import NewTokens
 
 _GROUPS = ("attention", "experts")  # the names that `lora.targets` may have
 _ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}

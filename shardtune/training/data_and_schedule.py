@@ -18,12 +18,12 @@ from shardtune.config import Config, SchedulerConfig
 from shardtune.data import dataset
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.dataset import PreparedData, added_tokens
-from shardtune.data.new_tokens import NewTokens
 from shardtune.data.schedule import Position, Schedule, Step, source_weights
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, counted, first_few
 from shardtune.log import logger
+from shardtune.new_tokens import NewTokens
 from shardtune.training.context import TrainContext
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.run import Run

@@ -25,7 +25,6 @@ from shardtune.checkpoint.export.model_files import (
 )
 from shardtune.config import Config
 from shardtune.data import dataset
-from shardtune.data.new_tokens import read_new_tokens
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import all_of
@@ -42,6 +41,7 @@ from shardtune.model.source.files import (
 from shardtune.model.source.quantised import describe_quantised
 from shardtune.model.source.text_model import describe_type
 from shardtune.model.source.weight_files import weights_digest
+from shardtune.new_tokens import read_new_tokens
 from shardtune.training.observers.sinks import require_trackers
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.run import Run

@@ -30,8 +30,8 @@ from helpers.ranks import train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.config import LoraConfig, ModelConfig
-from shardtune.data.new_tokens import add_new_tokens
 from shardtune.errors import UserError
+from shardtune.new_tokens import add_new_tokens
 
 FULL = pytest.mark.full
 TOKENS = ["<call>", "</call>", "rank of ranks"]

@@ -30,7 +30,7 @@ def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(model, tmp_path, 
     entries = [first.entry, Run(other, train).entry]
     monkeypatch.setattr(dataset_module, "__file__", str(code / "dataset.py"))
     assert Run(model, train).entry == first.entry
-    with (code / "forms/turns.py").open("a", encoding="utf-8") as file:
+    with (code / "forms/messages.py").open("a", encoding="utf-8") as file:
         file.write("# changed\n")
     entries.append(Run(model, train).entry)
     assert len(set(entries)) == 3

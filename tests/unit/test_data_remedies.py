@@ -17,7 +17,7 @@ from helpers.commands import REPOSITORY, completed, finish
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
 from shardtune.config import RECORD_FIELDS
-from shardtune.data.forms.readers import SHAREGPT_ROLES
+from shardtune.data.forms.sharegpt import SHAREGPT_ROLES
 from shardtune.data.forms.turns import MISNAMED_ROLES
 from shardtune.data.records import MARKS, REASONING_KEYS
 

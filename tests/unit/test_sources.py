@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
 from shardtune.data.dataset import find_sources
-from shardtune.data.paths import COMPRESSIONS
 from shardtune.data.records import FileError, RecordError
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.errors import UserError
+from shardtune.paths import COMPRESSIONS
 
 
 def read(path: Path | str) -> list[Any]:

@@ -36,7 +36,6 @@ from shardtune.checkpoint.assets import (
 )
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
-from shardtune.data.new_tokens import PIECES, NewTokens, WithNewRows
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import RunFailed, UserError
 from shardtune.hub import read_config_json
@@ -44,6 +43,7 @@ from shardtune.model.source.load_weights import open_tensors, renamed, rows_of_t
 from shardtune.model.source.quantised import Sliceable, quantisation_in
 from shardtune.model.source.text_model import build_with_towers, drop_towers
 from shardtune.model.source.weight_files import index_of_weights, list_tensors
+from shardtune.new_tokens import PIECES, NewTokens, WithNewRows
 
 _FILE_BYTES = 5_000_000_000
 _COMPARED_ROWS = 4096

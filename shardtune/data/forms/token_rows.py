@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardtune.data.forms.turns import Fields
-from shardtune.data.records import Outcome, RecordError, TokenRow, require
+from shardtune.data.records import Fields, Outcome, RecordError, TokenRow, require
 
 FIELDS = ("input_ids",)
 TRAINED_TOKENS = ("labels", "loss_mask", "loss_weights")  # what says which tokens are trained

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardtune.data.records import (
@@ -15,6 +15,7 @@ from shardtune.data.records import (
     REASONING_KEYS,
     WEIGHTS,
     Conversation,
+    Fields,
     Message,
     Note,
     Outcome,
@@ -49,72 +50,45 @@ def has_turns(value: Any) -> bool:
     return bool(is_list) and any(keys <= value[0].keys() for keys in _KEYS_OF_TURNS)
 
 
-@dataclass(frozen=True)
-class Fields:
-    """The fields of a record that are not null. Reading them adds to `notes` what is unusual."""
+def read_turns(
+    fields: Fields,
+    name: str,
+    turns: Any,
+    keys: str = "role and content",
+    as_message: Callable[[str, Message], Message] | None = None,
+) -> list[Message]:
+    """Return the messages of the field `name`, whose turns have these keys.
 
-    values: Mapping[str, Any]
-    roles: Mapping[str, str]  # `data.roles`, from the data's names to ours
-    notes: list[Note]
-
-    def text(self, name: str) -> str:
-        """Return the text of a field, empty if the record lacks the field."""
-        text = self.values.get(name, "")
-        require(isinstance(text, str), name, text, "a string")
-        return str(text)
-
-    def parsed(self, name: str) -> Any:
-        """Return a value that may be given as JSON text, as tables hold lists."""
-        return parsed(name, self.values.get(name, ""))
-
-    def turns(
-        self,
-        name: str,
-        turns: Any,
-        keys: str = "role and content",
-        as_message: Callable[[str, Message], Message] | None = None,
-    ) -> list[Message]:
-        """Return the messages of the field `name`, whose turns have these keys.
-
-        `as_message`: reads a turn, given its path and itself, as a message.
-        """
-        require(
-            turns and isinstance(turns, list), name, turns, f"a list of turns, each with {keys}"
-        )
-        messages: list[Message] = []
-        for i, turn in enumerate(turns):
-            where = f"{name}[{i}]"
-            require(isinstance(turn, dict), where, turn, f"an object with {keys}")
-            message = without_nulls(turn)
-            if message != turn:
-                self.notes.append((Outcome.NULLS, "turns"))
-            message = as_message(where, message) if as_message else message
-            role = message["role"] = _one_role(f"{where}.role", message.get("role"), self.roles)
-            if self.roles:
-                self.notes.append((Outcome.ROLE, turn["from" if as_message else "role"]))
-            if role not in _KNOWN_ROLES:
-                self.notes.append((Outcome.OTHER_ROLE, role))
-            if role in CALLS:
-                calls = _calls_in_text(f"{where}.content", message.get("content"))
-                message |= {"role": "assistant", "content": "", "tool_calls": calls}
-            if mark := _untrained_by(f"{where} ({message['role']})", message):
-                self.notes.append((Outcome.MARKED, mark))
-            _unify_calls(where, message)
-            _require_one_thought(where, message)
-            _unify_content(where, message)
-            if role in CALLS and messages and messages[-1]["role"] == "assistant":
-                messages[-1] = _joined(where, messages[-1], message)
-            else:  # null fields stay: they count in the hash that assigns records to evaluation
-                nulls = {} if as_message else {key: None for key in turn if turn[key] is None}
-                messages.append(nulls | message)
-        return messages
-
-
-def parsed(name: str, value: Any) -> Any:
-    """Return a list that may be given as JSON text, as tables hold it."""
-    if isinstance(value, str) and value.lstrip().startswith("[{'"):
-        raise RecordError(f"{name} is a list as Python prints it - write it with json.dumps")
-    return from_json(value)
+    `as_message`: reads a turn, given its path and itself, as a message.
+    """
+    require(turns and isinstance(turns, list), name, turns, f"a list of turns, each with {keys}")
+    messages: list[Message] = []
+    for i, turn in enumerate(turns):
+        where = f"{name}[{i}]"
+        require(isinstance(turn, dict), where, turn, f"an object with {keys}")
+        message = without_nulls(turn)
+        if message != turn:
+            fields.notes.append((Outcome.NULLS, "turns"))
+        message = as_message(where, message) if as_message else message
+        role = message["role"] = _one_role(f"{where}.role", message.get("role"), fields.roles)
+        if fields.roles:
+            fields.notes.append((Outcome.ROLE, turn["from" if as_message else "role"]))
+        if role not in _KNOWN_ROLES:
+            fields.notes.append((Outcome.OTHER_ROLE, role))
+        if role in CALLS:
+            calls = _calls_in_text(f"{where}.content", message.get("content"))
+            message |= {"role": "assistant", "content": "", "tool_calls": calls}
+        if mark := _untrained_by(f"{where} ({message['role']})", message):
+            fields.notes.append((Outcome.MARKED, mark))
+        _unify_calls(where, message)
+        _require_one_thought(where, message)
+        _unify_content(where, message)
+        if role in CALLS and messages and messages[-1]["role"] == "assistant":
+            messages[-1] = _joined(where, messages[-1], message)
+        else:  # null fields stay: they count in the hash that assigns records to evaluation
+            nulls = {} if as_message else {key: None for key in turn if turn[key] is None}
+            messages.append(nulls | message)
+    return messages
 
 
 def _one_role(where: str, role: Any, roles: Mapping[str, str]) -> str:

@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
-from shardtune.data.new_tokens import PIECES, read_new_tokens
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.hub import hub_problem, read_config_json
@@ -32,6 +31,7 @@ from shardtune.model.source.weight_files import (
     list_stored,
     weight_problems,
 )
+from shardtune.new_tokens import PIECES, read_new_tokens
 
 # Configuration, generation settings, tokenizer, and processors of images and sound.
 FILES_BESIDE_WEIGHTS = (

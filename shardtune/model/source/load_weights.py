@@ -34,7 +34,6 @@ from transformers.core_model_loading import (
 from transformers.distributed import DistributedConfig
 
 from shardtune.config import ModelConfig
-from shardtune.data.new_tokens import NewTokens, WithNewRows
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
@@ -42,6 +41,7 @@ from shardtune.model.parts import FACTORS, ROWS
 from shardtune.model.source.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
 from shardtune.model.source.text_model import drop_towers
 from shardtune.model.source.weight_files import stored_tensors
+from shardtune.new_tokens import NewTokens, WithNewRows
 from shardtune.units import duration, gb
 
 _PIECE_BYTES = 8 << 20  # one read of a thread

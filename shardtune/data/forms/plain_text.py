@@ -1,0 +1,11 @@
+"""Records with `text`, all of which is trained."""
+
+from __future__ import annotations
+
+from shardtune.data.records import Fields, Text
+
+FIELDS = ("text",)
+
+
+def read(fields: Fields) -> Text:
+    return Text(fields.text("text"))
