@@ -18,7 +18,7 @@ import xxhash
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 from transformers import AutoConfig
 
-from shardtune.config import DataConfig, ModelConfig
+from shardtune.config import DataConfig, LoraConfig, ModelConfig
 from shardtune.data.records import Outcome
 from shardtune.training.data_and_schedule import read_data
 
@@ -397,7 +397,7 @@ def test_lora_warns_of_added_tokens_that_no_template_writes(is_lora, tmp_path, c
         require_same=lambda *_: None,
     )
     config: Any = SimpleNamespace(
-        model=ModelConfig(path=str(model)), data=DataConfig(train=str(file))
+        model=ModelConfig(path=str(model)), data=DataConfig(train=str(file)), lora=LoraConfig()
     )
     run: Any = SimpleNamespace(config=config, world=world, resumed=None, date=date.today())
     with caplog.at_level(logging.WARNING, "shardtune"):
