@@ -188,38 +188,6 @@ def flip_a_byte(checkpoint: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def truncate_manifest(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "manifest.json", 1000)
-
-
-def remove_complete(checkpoint: Path) -> None:
-    (checkpoint / "COMPLETE").unlink()
-
-
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, run_again):
-    checkpoints = tmp_path / "run/checkpoints"
-    undisturbed = steps_of(tmp_path / "run")
-    flip_a_byte(checkpoints / "checkpoint_0000003")
-    left = digests(checkpoints / "checkpoint_0000003")
-    said = finish(run_again("train.max_steps=3"))
-    reason = next(line for line in said.splitlines() if line.startswith("Not accepted: "))
-    assert "checkpoint_0000003/rank_00000.safetensors" in reason
-    assert "Resumed from checkpoint_0000002\n" in said
-    assert "checkpoint_0000003.aside1" in said
-    assert digests(checkpoints / "checkpoint_0000003.aside1") == left
-    assert steps_of(tmp_path / "run") == undisturbed
-
-
-def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(tmp_path, refusal):
-    damages = (flip_a_byte, truncate_manifest, remove_complete)
-    for step, damage in enumerate(damages, 1):
-        damage(checkpoint(tmp_path / "run", step))
-    *errors, last = refusal("train.max_steps=5").stderr.splitlines()
-    assert "run.resume=never" in last
-    for name, line in zip(("COMPLETE", "manifest.json", "rank_00000"), errors, strict=True):
-        assert name in line
-
-
 def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again, refusal):
     """All of it, with a save that was prepared and has no name yet."""
     newest = tmp_path / "run/checkpoints/checkpoint_0000003"
