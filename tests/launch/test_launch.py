@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.commands import piped
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, a_free_port, piped, read_metrics
 from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, start
 

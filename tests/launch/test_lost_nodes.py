@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, needs_namespaces, read_metrics
-from helpers.commands import completed, finish
+from helpers.commands import REPOSITORY, completed, finish, needs_namespaces, read_metrics
 from helpers.documented import error_line, require_error_line
 from helpers.launches import (
     ARGUMENTS,

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.commands import finish, piped
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, a_free_port, finish, piped, read_metrics
 from helpers.documented import error_line, require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, environment

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import a_free_port
+from helpers.commands import a_free_port
 from helpers.documented import require_error_line
 from helpers.launches import children, end, start_preflight, write_run
 

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, read_metrics
-from helpers.commands import finish, piped
+from helpers.commands import REPOSITORY, finish, piped, read_metrics
 from helpers.documented import error_line, require_error_line
 from helpers.launches import FORWARD, break_rank, end, write_run
 from helpers.pinned import on_path

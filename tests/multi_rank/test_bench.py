@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_namespaces
+from helpers.commands import needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import cable, one, sides

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from helpers.documented import require_error_line
 from helpers.forked import ForkedPopen
 from helpers.pinned import on_path

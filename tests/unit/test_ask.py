@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHATML, REPOSITORY, write_jsonl
-from helpers.commands import completed
+from helpers.chats import write_jsonl
+from helpers.commands import REPOSITORY, completed
 from helpers.plain_training import sharpen, with_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from distTest.workloads.small_models import CHATML
 from shardtune.__main__ import run
 from shardtune.ask import Model
 from shardtune.checkpoint.assets import LISTING, listing_json
