@@ -24,6 +24,7 @@ from helpers.small_runs import (
     checkpoint,
     close_to,
     digests,
+    flip_bit,
     names,
     steps_of,
     tensors_of,
@@ -299,10 +300,8 @@ def spoil(of: Checkpoint, rank: int, is_missing: bool) -> None:
     if os.environ["RANK"] == "2" and is_missing:
         file.unlink()
     elif os.environ["RANK"] == "2":
-        content = bytearray(file.read_bytes())
         chunk = next(chunk for chunk in of.chunks[SPOILT] if chunk.file == file.name)
-        content[chunk.begin] ^= 1
-        file.write_bytes(content)
+        flip_bit(file, chunk.begin)
     dist.barrier()
 
 
