@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, a_free_port, finish, piped, read_metrics
+from helpers.commands import (
+    REPOSITORY,
+    a_free_port,
+    finish,
+    piped,
+    read_metrics,
+    wait_for_steps,
+    wait_until,
+)
 from helpers.documented import error_line, require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, environment
@@ -56,13 +64,6 @@ def command(*arguments: object) -> list[str]:
 @pytest.fixture(autouse=True)
 def _data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-
-
-def wait_for_steps(run_dir: Path, count: int) -> None:
-    deadline = time.monotonic() + 480
-    while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir, "step")) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path, models):
@@ -127,10 +128,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path, model
     write_jsonl(tmp_path / "train.jsonl", chats(40_000, longest_answer=90))
     with (tmp_path / "log").open("w") as log:
         process = one_node(models, "2", log, cwd=tmp_path)
-    deadline = time.monotonic() + 480
-    while "Training Configuration:" not in (tmp_path / "log").read_text(encoding="utf-8"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: "Training Configuration:" in (tmp_path / "log").read_text("utf-8"))
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=25) == 1
