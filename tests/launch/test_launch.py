@@ -19,7 +19,7 @@ import yaml
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, piped, read_metrics, wait_until
 from helpers.documented import require_error_line
-from helpers.launches import children, end, environment, start
+from helpers.launches import descendants, end, environment, start
 
 from shardtune.cluster.environment import DEFAULTS
 from shardtune.distributed.measured import CPU, read_measured
@@ -138,7 +138,7 @@ def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(number,
     assert node.stdout is not None
     while words not in node.stdout.readline():
         assert node.poll() is None
-    helpers = children(node.pid)
+    _, *helpers = descendants(node.pid)
     node.send_signal(number)
     code, _, errors = end(node)
     if number == signal.SIGKILL:
