@@ -245,13 +245,12 @@ def take_quantization(config: PreTrainedConfig, folder: Path, path: str) -> bool
 
 def quantised_problems(folder: Path) -> list[str]:
     """Return why quantised tensors in a model's files cannot be read. Raises UserError."""
-    quantization = quantisation_in(folder)
-    stored = list_stored(folder) if quantization else {}
+    stored, quantization = list_stored(folder), quantisation_in(folder)
     plain, quantised = split_quantised(stored)
     problems = {
         name: f"{stored[name][0]} without scales"
         for name in plain
-        if stored[name][0] in DTYPES_OF_PARTS or name.endswith("_blocks")
+        if quantization and (stored[name][0] in DTYPES_OF_PARTS or name.endswith("_blocks"))
     }
     block = _block_of_config(quantization)
     for name, (values, scales) in quantised.items():
