@@ -45,8 +45,8 @@ _LAYERS = re.compile(r"(.*_)?(num_hidden_layers|n_layers?|num_layers|depth)|(en|
 _LINEAR = ["linear_attention", "full_attention"]
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 _IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-_IMAGES = ("cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl")
-_IMAGES += ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker")
+_IMAGES = ["cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl"]
+_IMAGES += ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"]
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
 # Settings that do not follow from names, by type of model.
 _OF_KIND: dict[str, dict[str, Any]] = {

@@ -195,7 +195,7 @@ def chart_svg(chart: Chart) -> str:
     def draw(axes: Axes) -> None:
         _draw(axes, chart)
         if labels:
-            axes.get_figure().legend(loc="outside lower center", ncols=columns)
+            axes.figure.legend(loc="outside lower center", ncols=columns)
 
     return _svg(chart.title, (4.6, height), draw)
 
