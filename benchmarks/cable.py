@@ -33,19 +33,16 @@ RATE_BITS_PER_S = 250_000_000  # slow enough to bound a step of a small model
 _ROWS = 8  # per step
 _UNCOUNTED = 2  # first steps, which also set things up
 _RANKS = RANKS_PER_NODE * len(ADDRESSES)
-_SHORT = "short_of_memory"
 _REFERENCE = "transformers_fsdp"
 # The meshes by name. Experts are spread over the ranks of a node.
 _MESHES: dict[str, dict[str, int]] = {
     "plain": {},
-    _SHORT: {},
     "replicate=2": {"parallel.replicate": 2},
     "stages=2": {"parallel.stages": 2},
 }
 _EXPERT = {"glm": {"parallel.expert": 2}, "llama": {}}
 _NAMES = NAMES | {
     "plain": "shardtune, one copy over both nodes",
-    _SHORT: "the same without memory to keep weights and gradients",
     "replicate=2": "shardtune, `parallel.replicate=2`",
     "stages=2": "shardtune, `parallel.stages=2`",
 }
@@ -88,8 +85,9 @@ def measure(options: Namespace, family: str) -> dict[str, dict[str, Any]]:
         rows[name] = {"seconds": side.seconds[_UNCOUNTED - 1 :], "losses": side.losses}
         rows[name]["bytes"] = received
         if name in _MESHES:
-            plan = _plan(job, name, more, rate)
-            rows[name] |= {"planned_bytes": _between(plan), "floor_s": plan.floor_s}
+            plan = _plan(job, more, rate)
+            between, _ = plan.received  # what enters a node in a step, by kind
+            rows[name] |= {"planned_bytes": sum(between.values()), "floor_s": plan.floor_s}
     equal = counted(sides, _REFERENCE, "float32")
     return {name: row for name, row in rows.items() if name in equal}
 
@@ -110,32 +108,25 @@ def _run(
         run,
         options.peers,
         more=more,
-        ways=_SHORT if name == _SHORT else None,
         launcher=over_cable(out, RATE_BITS_PER_S),
     )
     return side, json.loads(out.read_text(encoding="utf-8")) if side else []
 
 
-def _plan(job: Job, name: str, more: Mapping[str, int], flops_per_s: float) -> Plan:
+def _plan(job: Job, more: Mapping[str, int], flops_per_s: float) -> Plan:
     """Plan the run for this machine, whose ranks share its cores."""
     assignments = [f"{key}={value}" for key, value in (job.settings() | dict(more)).items()]
     config = load_config(Path(os.devnull), assignments, {})
     machine = Machine(
         nodes=len(ADDRESSES),
         ranks_per_node=RANKS_PER_NODE,
-        memory_bytes=0.0 if name == _SHORT else 1e12,
+        memory_bytes=1e12,
         node_bytes_per_s=RATE_BITS_PER_S / 8 / FRAMED,
         rank_bytes_per_s=float("inf"),
         flops_per_s=flops_per_s * min(_RANKS, len(os.sched_getaffinity(0))) / _RANKS,
         is_gpu=False,
     )
     return make_plan(config, read_model_config(config.model), machine)
-
-
-def _between(plan: Plan) -> float:
-    """Return the bytes that a node receives from the other in a step."""
-    between, _ = plan.received
-    return sum(between.values())
 
 
 def lines(options: Namespace, rows: dict[str, dict[str, Any]], family: str) -> list[str]:

@@ -214,7 +214,7 @@ def gpu_of(row: Row) -> Gpu:
         replace(card, bytes_per_s=1e12 * row.get("memory_tb_s", card.bytes_per_s / 1e12))
     )
     if row.get("flash_attention") == 3:
-        return gpu.with_flash_attention_3()
+        return Gpu(gpu.card, gpu.products, attention=550e12, attention_backward=400e12)
     return gpu
 
 

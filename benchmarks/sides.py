@@ -36,10 +36,6 @@ NAMES = {
 }
 
 
-class Unequal(Exception):
-    """Two sides did not do the same work; the message says what differs."""
-
-
 @dataclass
 class Side:
     """The figures of one run. Counts are of one step on all ranks."""
@@ -52,67 +48,48 @@ class Side:
     cpu_seconds: list[float] = field(default_factory=list)  # of CPU time in these steps
 
 
-def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
-    """Raise Unequal unless tokens, trained tokens and the loss of every step are equal."""
+def unequal_work(side: Side, reference: Side, tolerance: float) -> str:
+    """Say how tokens, trained tokens or losses differ from the reference's, if they do."""
     for name in ("tokens", "trained_tokens"):
         count, expected = getattr(side, name), getattr(reference, name)
         if count != expected:
-            raise Unequal(f"{name} of a step are {count} and {expected}")
-    require_equal_losses(side.losses, reference.losses, tolerance)
-
-
-def require_equal_losses(
-    losses: Sequence[float], reference: Sequence[float], tolerance: float
-) -> None:
-    """Raise Unequal if a step's losses differ, or if there are none."""
-    if len(losses) != len(reference) or not losses:
-        raise Unequal(f"{len(losses)} and {len(reference)} steps have a loss")
-    for step, (loss, expected) in enumerate(zip(losses, reference, strict=True), start=1):
+            return f"{name} of a step are {count} and {expected}"
+    if len(side.losses) != len(reference.losses) or not side.losses:
+        return f"{len(side.losses)} and {len(reference.losses)} steps have a loss"
+    for step, (loss, expected) in enumerate(zip(side.losses, reference.losses, strict=True), 1):
         if not abs(loss - expected) <= tolerance * abs(expected):
-            raise Unequal(f"the loss of step {step} is {loss:.6f} and {expected:.6f}")
+            return f"the loss of step {step} is {loss:.6f} and {expected:.6f}"
+    return ""
 
 
-def require_moving_loss(side: Side, tolerance: float) -> None:
-    """Raise Unequal if a run's loss moves so little that equal losses would show nothing."""
+def still_loss(side: Side, tolerance: float) -> str:
+    """Say if a run's loss moves so little that equal losses would show nothing."""
     first, last = side.losses[0], side.losses[-1]
-    if not abs(first - last) > _MOVES * tolerance * abs(first):
-        raise Unequal(
-            f"the loss goes from {first:.4f} to {last:.4f} only, less than {_MOVES} tolerances"
-        )
+    if abs(first - last) > _MOVES * tolerance * abs(first):
+        return ""
+    return f"the loss goes from {first:.4f} to {last:.4f} only, less than {_MOVES} tolerances"
 
 
-def gated(
-    runs: dict[str, list[Side]], reference: str, tolerance: float
-) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """Return the sides whose runs all did the reference's work, and why other sides did not.
-
-    If the reference's loss moves too little, no side passes.
-    """
-    equal: dict[str, list[Side]] = {}
-    refused: dict[str, str] = {}
-    try:
-        for side in runs.get(reference, []):
-            require_moving_loss(side, tolerance)
-    except Unequal as difference:
-        return {}, dict.fromkeys(runs, str(difference))
+def refusals(runs: dict[str, list[Side]], reference: str, tolerance: float) -> dict[str, str]:
+    """Return why sides have no figure: all sides, if the reference's loss moves too little."""
+    expected, reasons = runs.get(reference, []), dict[str, str]()
+    still = [still_loss(side, tolerance) for side in expected]
     for name, sides in runs.items():
-        if missing := next((side for side in (name, reference) if not runs.get(side)), None):
-            refused[name] = f"{missing} did not run to its end"
-            continue
-        try:
-            for side in sides:
-                require_equal_work(side, runs[reference][0], tolerance)
-            equal[name] = sides
-        except Unequal as difference:
-            refused[name] = str(difference)
-    return equal, refused
+        problems = still
+        if not (sides and expected):
+            problems = [*still, f"{reference if sides else name} did not run to its end"]
+        elif not any(still):
+            problems = [unequal_work(side, expected[0], tolerance) for side in sides]
+        if any(problems):
+            reasons[name] = next(filter(None, problems))
+    return reasons
 
 
 def counted(runs: dict[str, list[Side]], reference: str, dtype: str) -> dict[str, list[Side]]:
-    """Return the sides that `gated` lets pass, and record in FAILED why others have no figure."""
-    equal, refused = gated(runs, reference, TOLERANCE[dtype])
-    FAILED.extend(f"no figure for {NAMES.get(name, name)}: {why}" for name, why in refused.items())
-    return equal
+    """Return the sides whose runs all did the reference's work; note in FAILED why others not."""
+    reasons = refusals(runs, reference, TOLERANCE[dtype])
+    FAILED.extend(f"no figure for {NAMES.get(name, name)}: {why}" for name, why in reasons.items())
+    return {name: sides for name, sides in runs.items() if name not in reasons}
 
 
 def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -127,11 +127,8 @@ class Model:
         """Print the answer to a question while it is generated. Raises UserError."""
         readable = question.encode(errors="replace").decode()  # its bytes may be no UTF-8
         # One for each answer: one that Ctrl-C has ended leaves tokens in it.
-        streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.answer([[{"role": "user", "content": readable}]], _LONGEST, streamer=streamer)
-        stops = self._pipeline.model.generation_config.eos_token_id
-        if streamer.last not in (stops if isinstance(stops, list) else [stops]):
-            print("WARNING: the answer is cut off here", file=sys.stderr)
 
     def answer(self, chats: Sequence[Chat], most_tokens: int, **generation: Any) -> list[str]:
         """Return the greedy answer to each chat. Raises UserError if one is too long.
@@ -165,16 +162,6 @@ class Model:
             **generation,
         )
         return [texts[0]["generated_text"].strip() for texts in answers]
-
-
-class _Streamer(TextStreamer):
-    """Prints an answer, and keeps its last token, which tells whether the answer has ended."""
-
-    last: int | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        super().put(value)
-        self.last = int(value.flatten()[-1])
 
 
 def _find(path: str) -> tuple[str, dict[str, Any]]:

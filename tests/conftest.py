@@ -18,38 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.chats import WORDS, chats, sentence, write_jsonl
-from helpers.commands import REPOSITORY, a_free_port, launch, needs_namespaces, read_metrics
 from helpers.data_run import save_model
 from helpers.exact import check_exact, plain, sharp
 from helpers.saving_runs import Undisturbed, saving_inputs
-from helpers.tiny_models import VOCABULARY, save_models, small_opt, train_tokenizer
+from helpers.tiny_models import save_models, train_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from distTest.workloads.small_models import CHATML
 from shardtune.log import logger, node_logger
 
-# For tests that import them from here.
-__all__ = [
-    "CHATML",
-    "REPOSITORY",
-    "VOCABULARY",
-    "WORDS",
-    "a_free_port",
-    "chats",
-    "check_exact",
-    "launch",
-    "needs_namespaces",
-    "plain",
-    "pytest_runtest_teardown",
-    "pytest_sessionfinish",
-    "pytest_unconfigure",
-    "read_metrics",
-    "sentence",
-    "sharp",
-    "small_opt",
-    "write_jsonl",
-]
+# Fixtures and hooks that pytest finds here.
+__all__ = ["check_exact", "plain", "pytest_runtest_teardown", "pytest_sessionfinish", "sharp"]
+__all__ += ["pytest_unconfigure"]
 
 # What is imported stays: looking through it for garbage takes a seventh of the tests' time.
 gc.disable()

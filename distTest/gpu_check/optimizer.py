@@ -28,9 +28,8 @@ def optimizer() -> Outcome:
     size = 1 << 10 if is_tiny() else 1 << 20
     fused, exact = _fused(size), _exact_update(size)
     figures["fused_error"] = error(fused.cpu() - _start(size), exact - _start(size))
-    if (
-        not figures["fused_error"] <= 1e-3
-    ):  # relative to the change, of which float32 keeps few digits
+    # Relative to the change, of which float32 keeps few digits.
+    if not figures["fused_error"] <= 1e-3:
         problems.append(f"fused AdamW is {figures['fused_error']:.1e} from float64")
     ways = {"eager": False}
     if can_compile(torch.device("cuda")):

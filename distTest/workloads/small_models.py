@@ -1,4 +1,4 @@
-"""Small models, tokenizers that need no network, chats of one row each, and batches of tensors."""
+"""Small models, tokenizers that need no network, and chats of one row each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from transformers import (
 from distTest.workloads.chats import write_jsonl
 from distTest.workloads.shapes import shape_of
 from distTest.workloads.tiny import tiny_like
-from shardtune.data.batch import Batch, build_batch
 from shardtune.errors import first_line
 from shardtune.model.traits import EXPERTS
 
@@ -138,11 +137,3 @@ def make_model(path: str, ranks: int, out: Path) -> str:
     save_untrained(out, config, tokenizer)
     size = f"{layers} layers, {model.num_parameters()} random parameters"
     return f"{config.model_type}, {size}, as {path}"
-
-
-def batch_of(
-    documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], is_flat: bool = True
-) -> Batch:
-    """Return a batch of documents, int64 [tokens] each, of which `trained`, bool, are trained."""
-    dataset: Any = [(i.numpy(), f.numpy()) for i, f in zip(documents, trained, strict=True)]
-    return build_batch(dataset, list(range(len(documents))), is_flat)

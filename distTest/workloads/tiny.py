@@ -22,10 +22,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"n_group|topk_group|num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_modules", 1),
     (r"(moe_)?num_shared_experts|n_shared_experts", 1),
     (r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_primary_experts|expert_num", 4),
-    (
-        r"(num_)?experts_per_tok(en)?|(moe_)?top_?k(_experts)?|moe_k",
-        2,
-    ),
+    (r"(num_)?experts_per_tok(en)?|(moe_)?top_?k(_experts)?|moe_k", 2),
     (r"(.*_)?first_k_dense_replace|num_dense_layers|.*first_dense_layers", 1),
     (r"index_topk", 300),
     (r"(.*_)?index_n_heads|linear_num_key_heads", 2),
@@ -48,17 +45,19 @@ _LAYERS = re.compile(r"(.*_)?(num_hidden_layers|n_layers?|num_layers|depth)|(en|
 _LINEAR = ["linear_attention", "full_attention"]
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 _IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-_IMAGES = {"rope_parameters": _IMAGE_ROPE}
+_IMAGES = ["cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl"]
+_IMAGES += ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"]
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
 # Settings that do not follow from names, by type of model.
 _OF_KIND: dict[str, dict[str, Any]] = {
+    **{kind: {"rope_parameters": _IMAGE_ROPE} for kind in _IMAGES},
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl"), _CONVOLUTIONS),
     "bailing_hybrid": {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 150, "IMGIMGAZ": 152, "<|extra_200|>": 151}},
     "codegen": {"rotary_dim": 4},
     "cohere_compass": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
-    "cosmos3_edge": _IMAGES,
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
@@ -72,11 +71,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "glm46v": _IMAGES,
-    "glm4v": _IMAGES,
     "glm4v_moe": {"rope_parameters": _IMAGE_ROPE | {"mrope_section": [1, 1, 0]}},
-    "glm_ocr": _IMAGES,
-    "glmga": _IMAGES,
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "gptj": {"rotary_dim": 4},
@@ -84,10 +79,6 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "glm5_next": {"index_kpool": 4},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "hunyuan_vl": _IMAGES,
-    "lfm2": _CONVOLUTIONS,
-    "lfm2_moe": _CONVOLUTIONS,
-    "lfm2_vl": _CONVOLUTIONS,
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "mistral4": {"head_dim": 16},
@@ -98,10 +89,6 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
     },
-    "paddleocr_vl": _IMAGES,
-    "qwen2_5_vl": _IMAGES,
-    "qwen2_5_omni_thinker": _IMAGES,
-    "qwen2_vl": _IMAGES,
     "qwen4_exp": _INDEXER | {"indexer_budget": 64, "indexer_compress_ratio": 4},
     "qwen4_exp_text": _INDEXER | {"indexer_budget": 64, "indexer_compress_ratio": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -193,9 +180,7 @@ def _with_fewer_layers(given: dict[str, Any], values: Mapping[str, Any]) -> dict
     kinds: dict[str, int] = {}
     for layer in range(whole):
         kinds.setdefault(repr([values_[layer] for values_ in lists.values()]), layer)
-    chosen = sorted(kinds.values())
-    if len(chosen) > 4:  # numbers that differ in each layer
-        chosen = chosen[:4]
+    chosen = sorted(kinds.values())[:4]  # some have a number that differs in each layer
     if len(chosen) < 2:
         chosen = list(range(min(2, whole)))
     if per_layer := values.get("per_layer_config"):

@@ -81,16 +81,8 @@ def cpu_seconds(script: Any, _: str) -> Iterator[None]:
     print(CPU_LABEL + json.dumps(ends), flush=True)
 
 
-@contextmanager
-def short_of_memory(script: Any, _: str) -> Iterator[None]:
-    """Keep neither gathered weights nor whole gradients, as a run without room for them."""
-    vars(import_module("shardtune.training.states.reshard"))["_free_bytes"] = lambda world: 0.0
-    yield
-
-
-_FUNCTIONS: list[Callable[[Any, str], AbstractContextManager[None]]] = [
-    *(unsaved, drawn_on_device, planned, cpu_seconds, short_of_memory),
-]
+_Way = Callable[[Any, str], AbstractContextManager[None]]
+_FUNCTIONS: list[_Way] = [unsaved, drawn_on_device, planned, cpu_seconds]
 WAYS = {way.__name__: way for way in _FUNCTIONS}
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from shardtune.errors import UserError
-from shardtune.report.draw import COLOURS, histogram_svg
+from shardtune.report.charts import histogram_svg
 from shardtune.report.inspect_data import (
     ShownSequence,
     counts,
@@ -20,7 +16,7 @@ from shardtune.report.inspect_data import (
     sequences,
     tokenized,
 )
-from shardtune.report.page import require_page
+from shardtune.report.page import require_page, write_page
 
 _RECORDS_ON_PAGE = 50
 
@@ -42,29 +38,19 @@ def write_data_page(
     n_shown = _RECORDS_ON_PAGE if n_records is None else n_records
     examples = places_of(config.data, set(prepared.examples.values()))
     first = {line: examples[record] for line, record in prepared.examples.items()}
-    template = files(__package__).joinpath("data_page.html.jinja").read_text(encoding="utf-8")
-    html = (
-        jinja2.Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            title=f"{config_path.name}: what is trained",
-            lines=[(line, ": WARNING: " in line, first.get(line)) for line in lines(prepared)],
-            colours=COLOURS,
-            lengths=histogram_svg(
-                prepared.train.lengths, "Lengths", "tokens in a sequence", config.data.max_length
-            ),
-            sequences=[
-                _shown(encoder.tokenizer, sequence)
-                for sequence in sequences(config.data, prepared.train, n_shown)
-            ],
-        )
+    write_page(
+        out,
+        "data_page.html.jinja",
+        title=f"{config_path.name}: what is trained",
+        lines=[(line, ": WARNING: " in line, first.get(line)) for line in lines(prepared)],
+        lengths=histogram_svg(
+            prepared.train.lengths, "Lengths", "tokens in a sequence", config.data.max_length
+        ),
+        sequences=[
+            _shown(encoder.tokenizer, sequence)
+            for sequence in sequences(config.data, prepared.train, n_shown)
+        ],
     )
-    try:
-        out.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{out}: the page cannot be written ({error.strerror}) - name another file"
-        ) from error
     return prepared.lines
 
 

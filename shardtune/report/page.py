@@ -18,10 +18,17 @@ from urllib.parse import quote
 import jinja2
 
 from shardtune.errors import UserError, all_of
-from shardtune.report.charts import PHASE_NAMES, make_charts
-from shardtune.report.draw import COLOURS, svg
+from shardtune.report.charts import COLOURS, chart_svg, make_charts
 from shardtune.report.read_run import Entry, RunRecord, read_run
-from shardtune.report.summary import NOT_WRITTEN, OF_CONFIG, card, figures, no_step, when
+from shardtune.report.summary import (
+    NOT_WRITTEN,
+    OF_CONFIG,
+    PHASE_NAMES,
+    card,
+    figures,
+    no_step,
+    when,
+)
 from shardtune.run_files import METRICS
 
 # The anchor and the heading of each table that has rows.
@@ -50,6 +57,22 @@ def require_page(out: Path) -> None:
                 raise UserError(f"{out}: this file is not a page - name another one")
 
 
+def write_page(out: Path, template: str, **values: object) -> None:
+    """Write the page that a template of this package makes of values. Raises UserError."""
+    text = files(__package__).joinpath(template).read_text(encoding="utf-8")
+    html = jinja2.Environment(autoescape=True).from_string(text).render(colours=COLOURS, **values)
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # A reader never sees half a page.
+        temporary.write_text(html, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        raise UserError(
+            f"{out}: the page cannot be written ({error.strerror}) - name another file"
+        ) from error
+
+
 def report(options: argparse.Namespace) -> None:
     """Write the page, and say where it is and what it leaves out. Raises UserError."""
     runs = all_of(*(partial(read_run, path) for path in options.runs))
@@ -57,28 +80,6 @@ def report(options: argparse.Namespace) -> None:
     runs = [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
     out: Path = options.out or options.runs[0] / "report.html"
     require_page(out)
-    try:
-        notes = write_report(runs, out)
-    except OSError as error:
-        raise UserError(
-            f"{out}: the page cannot be written ({error.strerror}) - name another file with --out"
-        ) from error
-    for note in notes:
-        print(f"WARNING: {note}")
-    print(f"Report: {out.resolve()}")
-
-
-def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
-    """Write the page to `out`.
-
-    Returns:
-        Notes for the reader: lines that could not be read, models that differ, no step yet.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    charts = [{"chart": chart, "svg": svg(chart)} for chart in make_charts(runs)]
     notes = list(_notes(runs))
     tables = {
         "starts": _rows(runs, _starts),
@@ -86,29 +87,26 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         "slow_ranks": _rows(runs, _slow_ranks),
         "divisions": _rows(runs, _divisions),
         "data_lines": _rows(runs, _data_lines),
-        "profiles": [link for run in runs for link in _profiles(run, out.parent)],
         "settings": _settings(runs),
     }
-    environment = jinja2.Environment(autoescape=True, trim_blocks=False)
-    template = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
-    html = environment.from_string(template).render(
+    write_page(
+        out,
+        "page.html.jinja",
         title=" against ".join(run.name for run in runs),
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         sources=[str(run.path / METRICS) for run in runs],
         notes=notes,
-        colours=COLOURS,
         heads=[run.name for run in runs],
         cards="\n\n".join(map(card, runs)),
         overview=_overview(runs) if len(runs) > 1 else [],
-        charts=charts,
+        charts=[{"chart": chart, "svg": chart_svg(chart)} for chart in make_charts(runs)],
         sections=[heading for name, heading in _HEADINGS.items() if tables[name]],
+        profiles=[link for run in runs for link in _profiles(run, out.parent)],
         **tables,
     )
-    temporary = out.with_name(f".{out.name}.tmp")
-    # A reader never sees half a page.
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(out)
-    return notes
+    for note in notes:
+        print(f"WARNING: {note}")
+    print(f"Report: {out.resolve()}")
 
 
 def _row(name: str, values: Sequence[str], differs: bool = False) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from shardtune.errors import counted
-from shardtune.report.charts import mean_width, network_share, smooth
-from shardtune.report.read_run import ENDED_EARLY, Entry, RunRecord
+from shardtune.report.read_run import ENDED_EARLY, Entry, FloatArray, RunRecord
 from shardtune.units import gb
 
 _RANKS = {"cuda": "GPU", "cpu": "CPU process"}
@@ -18,6 +17,8 @@ _EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # values without
 NO_MFU = "MFU (the peak of this device is not known)"
 OF_CONFIG = ("model", "data", "batch")  # figures that config.yaml gives
 NOT_WRITTEN = "(not written by its version)"
+PHASE_NAMES = {"waiting": "waiting in collectives"}  # other phases have the names of `Phase`
+_SMOOTHED_FROM = 100  # steps
 
 
 def card(run: RunRecord) -> str:
@@ -42,6 +43,31 @@ def figures(run: RunRecord) -> dict[str, str]:
         "on": _machine(run),
         "starts": f"{len(run.of_kind('start'))}" if run.start else NOT_WRITTEN,
     }
+
+
+def smooth(y: FloatArray, width: int) -> FloatArray:
+    """Return running means of the finite values among the last `width`, NaN if none is finite."""
+    sums, counts = np.nancumsum(y), np.cumsum(np.isfinite(y)).astype(float)
+    for running in (sums, counts):
+        running[width:] -= running[:-width].copy()
+    return sums / np.where(counts > 0, counts, np.nan)
+
+
+def mean_width(steps: int) -> int:
+    """Return the number of steps in a shown running mean; 0 for a short run."""
+    return max(10, steps // 50) if steps >= _SMOOTHED_FROM else 0
+
+
+def phase_seconds(run: RunRecord) -> list[dict[str, float]]:
+    """Return the slowest rank's seconds of each phase, for each time that it was measured."""
+    return [entry.get("seconds", {}) for entry in run.of_kind("ranks")]
+
+
+def network_share(run: RunRecord) -> float:
+    """Return the part of a step that the slowest rank waits in collectives; NaN if not known."""
+    rows = phase_seconds(run)
+    total = sum(sum(row.values()) for row in rows)
+    return sum(row.get("waiting", 0) for row in rows) / total if total else math.nan
 
 
 def no_step(run: RunRecord) -> str:

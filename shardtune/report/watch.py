@@ -20,9 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtune.errors import UserError
-from shardtune.report.charts import smooth
 from shardtune.report.read_run import FloatArray, RunRecord, read_run
-from shardtune.report.summary import figures, spoken
+from shardtune.report.summary import figures, smooth, spoken
 
 _EVERY_S = 1.0
 _MOST_BUSY = 0.1  # share of the time that reading a long run may take

@@ -10,7 +10,8 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -82,6 +83,18 @@ def launch(
         env=os.environ | (env or {}),
         timeout_s=timeout_s,
     )
+
+
+def wait_until(is_time: Callable[[], object], within_s: float = 480) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_time():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_steps(run_dir: Path, count: int) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and len(read_metrics(run_dir, "step")) >= count)
 
 
 def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:

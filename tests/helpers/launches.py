@@ -246,17 +246,10 @@ def command(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    found = [pid]
-    with contextlib.suppress(OSError):
-        for child in children(pid):
-            found += descendants(child)
-    return found
-
-
-def children(pid: int) -> list[int]:
-    """The children of all threads of a process."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in lists for child in file.read_text(encoding="utf-8").split()]
+    """A process, and all that it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [pid, *(each.pid for each in psutil.Process(pid).children(recursive=True))]
+    return [pid]
 
 
 def is_running(pid: int) -> bool:

@@ -79,6 +79,13 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def flip_bit(file: Path, position: int | None = None, bit: int = 0) -> None:
+    """Damage a byte of a file, the one in its middle, or mend it again."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 1 << bit
+    file.write_bytes(content)
+
+
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
     """Return the digest of every file below a folder, by its path there."""
     return {

@@ -12,8 +12,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from conftest import REPOSITORY, a_free_port
-from helpers.commands import needs_namespaces
+from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
 from helpers.documented import TEXTS, blocks, environment, run
 from helpers.image import image_files
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.commands import piped
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, a_free_port, piped, read_metrics, wait_until
 from helpers.documented import require_error_line
-from helpers.launches import children, end, environment, start
+from helpers.launches import descendants, end, environment, start
 
 from shardtune.cluster.environment import DEFAULTS
 from shardtune.distributed.measured import CPU, read_measured
@@ -138,7 +138,7 @@ def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(number,
     assert node.stdout is not None
     while words not in node.stdout.readline():
         assert node.poll() is None
-    helpers = children(node.pid)
+    _, *helpers = descendants(node.pid)
     node.send_signal(number)
     code, _, errors = end(node)
     if number == signal.SIGKILL:
@@ -147,10 +147,7 @@ def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(number,
         line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
         assert (code, errors) == (1, line)
         require_error_line(line.strip())
-    deadline = time.monotonic() + 40
-    while any(Path(f"/proc/{process}").exists() for process in helpers):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in helpers), 40)
     assert not list(folder.glob("shardtune.*"))
 
 

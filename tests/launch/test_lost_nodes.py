@@ -17,8 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, needs_namespaces, read_metrics
-from helpers.commands import completed, finish
+from helpers.commands import (
+    REPOSITORY,
+    completed,
+    finish,
+    needs_namespaces,
+    read_metrics,
+    wait_until,
+)
 from helpers.documented import error_line, require_error_line
 from helpers.launches import (
     ARGUMENTS,
@@ -71,8 +77,7 @@ def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(node, is_trai
             nodes.wait_for_step(4)
         else:
             nodes.wait_for_words("nodes agree")
-            while not (nodes.ranks(0) and nodes.ranks(1)):
-                time.sleep(0.1)
+            wait_until(lambda: nodes.ranks(0) and nodes.ranks(1))
         time.sleep(8)  # the agents tell their ranks' places once a second, on an idle machine
         nodes.remember()
         nodes.scripts[node].kill()

@@ -3,11 +3,9 @@ away."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,14 +17,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.commands import finish, piped
+from helpers.chats import chats, write_jsonl
+from helpers.commands import (
+    REPOSITORY,
+    a_free_port,
+    finish,
+    piped,
+    read_metrics,
+    wait_for_steps,
+    wait_until,
+)
 from helpers.documented import error_line, require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, environment
 from helpers.ranks import on_ranks, run_script, train, train_on_nodes
-from safetensors.torch import load_file, save_file
 
 from shardtune.distributed import signals
 from shardtune.errors import AGAIN, Aborted
@@ -60,13 +64,6 @@ def command(*arguments: object) -> list[str]:
 @pytest.fixture(autouse=True)
 def _data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-
-
-def wait_for_steps(run_dir: Path, count: int) -> None:
-    deadline = time.monotonic() + 480
-    while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir, "step")) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path, models):
@@ -131,10 +128,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path, model
     write_jsonl(tmp_path / "train.jsonl", chats(40_000, longest_answer=90))
     with (tmp_path / "log").open("w") as log:
         process = one_node(models, "2", log, cwd=tmp_path)
-    deadline = time.monotonic() + 480
-    while "Training Configuration:" not in (tmp_path / "log").read_text(encoding="utf-8"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: "Training Configuration:" in (tmp_path / "log").read_text("utf-8"))
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=25) == 1
@@ -251,20 +245,3 @@ def test_a_second_request_does_not_wait_for_the_save(tmp_path, models):
     assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == [
         "checkpoint_0000001"
     ]
-
-
-def test_a_weight_that_is_not_finite_is_named(tmp_path, models):
-    """By the stage that has it, where all gradients of the first one are NaN."""
-    broken = tmp_path / "broken"
-    shutil.copytree(models["llama"], broken)
-    weights = load_file(broken / "model.safetensors")
-    weights["model.norm.weight"][3] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    given = [*LONG, "data.eval=train.jsonl", f"model.path={broken}", "parallel.stages=2"]
-    given += ["train.gradient_accumulation_steps=2"]
-    done = train(2, *given, cwd=tmp_path)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert "step 1 was not taken" in last and "the weight model.norm.weight" in last
-    for line in (tmp_path / "runs/config/metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        json.loads(line, parse_constant=pytest.fail)  # NaN is not JSON

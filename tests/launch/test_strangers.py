@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import a_free_port
+from helpers.commands import a_free_port
 from helpers.documented import require_error_line
-from helpers.launches import children, end, start_preflight, write_run
+from helpers.launches import descendants, end, start_preflight, write_run
 
 from shardtune.cluster.control import LONGEST_BYTES, Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
@@ -192,7 +192,7 @@ def test_only_nodes_with_the_secret_are_let_in(folder, start):
     for which in ("another", "no"):
         master.wait_for(f"127.0.0.1, as node 1, is dropped: it has {which} JOIN_SECRET")
     for node in (master, right):
-        forks = children(node.process.pid)
+        _, *forks = descendants(node.process.pid)
         assert forks
         for pid in (node.process.pid, *forks):
             assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()

@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, read_metrics
-from helpers.commands import finish, piped
+from helpers.commands import REPOSITORY, finish, piped, read_metrics, wait_for_steps
 from helpers.documented import error_line, require_error_line
 from helpers.launches import FORWARD, break_rank, end, write_run
 from helpers.pinned import on_path
@@ -50,11 +48,7 @@ def test_two_cpu_processes_train_to_the_losses_of_the_script(folder):
 def test_ctrl_c_saves_and_the_same_command_resumes(folder):
     arguments = ("train.epochs=9999", "scheduler.name=constant", "export.final=false")
     node = start(*arguments, cwd=folder)
-    deadline = time.monotonic() + 480
-    metrics = folder / "run/metrics.jsonl"
-    while not metrics.is_file() or '"kind": "step"' not in metrics.read_text(encoding="utf-8"):
-        assert node.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_steps(folder / "run", 1)
     node.send_signal(signal.SIGINT)
     code, _, errors = end(node)
     assert code == 75, errors

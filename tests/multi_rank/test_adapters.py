@@ -27,7 +27,7 @@ from helpers.plain_lora import (
 )
 from helpers.plain_training import encode, on_uneven_chats, step_losses, uneven_chats
 from helpers.ranks import run_script, train, train_on_nodes
-from helpers.small_runs import checkpoint, digests, run_in_graphs
+from helpers.small_runs import checkpoint, digests, flip_bit, run_in_graphs
 from helpers.tiny_models import cut_into_files
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -134,10 +134,9 @@ def test_every_rank_loads_its_weights_under_accelerates_variables(models, tmp_pa
 @contextmanager
 def changed_byte(file: Path) -> Iterator[None]:
     """Change the last byte of a file meanwhile."""
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip_bit(file)
     yield
-    file.write_bytes(content)
+    flip_bit(file)
 
 
 def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chats, read_metrics, small_opt
 from helpers import packing_families
-from helpers.commands import finish
+from helpers.chats import chats
+from helpers.commands import finish, read_metrics
 from helpers.documented import refused
 from helpers.exact import APART, RATE, TWO_ROWS
 from helpers.moe_families import build
@@ -27,7 +27,7 @@ from helpers.plain_training import (
 )
 from helpers.ranks import train
 from helpers.small_runs import steps_of, tensors_of, with_settings
-from helpers.tiny_models import VOCABULARY
+from helpers.tiny_models import VOCABULARY, small_opt
 
 
 @pytest.mark.full

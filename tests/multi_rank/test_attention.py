@@ -21,9 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import one_by_one
-from distTest.workloads.small_models import batch_of
 from distTest.workloads.tiny import VOCABULARY
 from shardtune.config import Config
+from shardtune.data.batch import build_batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.layout import Layout
 from shardtune.distributed.world import World
@@ -102,7 +102,8 @@ def difference(
     """The choice that is logged, which logits exist at once, and how far loss and gradients are
     off."""
     row, trained = some_documents()
-    batch = batch_of(row, trained)
+    dataset: Any = [(i.numpy(), f.numpy()) for i, f in zip(row, trained, strict=True)]
+    batch = build_batch(dataset, [*range(len(row))], is_flat=True)
     model.set_attn_implementation("eager")
     expected = one_by_one(model, row, trained)
     expected.backward()

@@ -211,6 +211,10 @@ def plant_infinity(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight[3, 4] = math.inf
 
 
+def spoil_norm(model: Any) -> None:
+    model.model.norm.weight[3] = math.nan
+
+
 def hide_huge_head(model: Any) -> None:
     """Logits and losses are finite; the gradient of the last norm, where the end is predicted,
     overflows."""
@@ -245,18 +249,21 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    ("change", "stages", "cause"),
     [
-        (plant_infinity, "first in the weight model.layers.1.mlp.up_proj.weight"),
-        (hide_huge_head, "first in the gradient of model.norm.weight"),
+        (plant_infinity, 1, "first in the weight model.layers.1.mlp.up_proj.weight"),
+        (hide_huge_head, 1, "first in the gradient of model.norm.weight"),
+        # All gradients of the first stage are NaN, too.
+        (spoil_norm, 2, "first in the weight model.norm.weight"),
     ],
 )
 def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(
-    change, cause, sharp, tmp_path
+    change, stages, cause, sharp, tmp_path
 ):
     model = with_weights(sharp["qwen3"], tmp_path / "model", change)
     records = [{"prompt": f"node {i} ", "completion": "rank"} for i in range(40)]
-    error, steps = stopped(on_uneven_chats(model, tmp_path, records=records), tmp_path)
+    more = [f"parallel.stages={stages}", "train.gradient_accumulation_steps=2"]
+    error, steps = stopped(on_uneven_chats(model, tmp_path, *more, records=records), tmp_path)
     assert error.startswith("ERROR: step 1 was not taken: ") and cause in error
     assert steps == []
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from helpers import packing_families
 from helpers.commands import finish
 from helpers.configs import configured
 from helpers.documented import require_error_line
@@ -32,9 +33,7 @@ from helpers.plain_training import (
 )
 from helpers.ranks import on_ranks, run_script, train, train_each
 from helpers.small_runs import assert_same_tensors, steps_of
-from helpers.tiny_models import VOCABULARY
 from torch._dynamo.utils import counters
-from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
 
 from shardtune.distributed.join import join_world
 from shardtune.model.moe.token_exchange import ExpertExchange
@@ -153,29 +152,6 @@ def test_compiled_layers_break_at_attention_and_spread_experts_alone(sharp, tmp_
     assert set(re.findall(r"^Graphs: (\d+)", said, re.MULTILINE)) == {"10"}
 
 
-def longcat() -> LongcatFlashForCausalLM:
-    return LongcatFlashForCausalLM(
-        LongcatFlashConfig(
-            num_attention_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
-            head_dim=8,
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            num_layers=1,
-            ffn_hidden_size=64,
-            moe_topk=2,
-            n_routed_experts=4,
-            zero_expert_num=2,
-            expert_ffn_hidden_size=16,
-            max_position_embeddings=512,
-        )
-    )
-
-
 @pytest.mark.parametrize("how", [[], [FULL]])
 def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(how, tokenizer, tmp_path):
     records = uneven_chats()[:2]
@@ -194,7 +170,8 @@ def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(how, tokenizer
         assert abs(margins[0] - margins[1]) > 1e-3
         router.e_score_correction_bias[:4] -= sum(margins) / 2
 
-    model = save_new_model(longcat, tokenizer, tmp_path / "model", part)
+    build = partial(packing_families.build, "longcat_flash", num_layers=1, initializer_range=0.02)
+    model = save_new_model(build, tokenizer, tmp_path / "model", part)
     given = on_uneven_chats(model, tmp_path, APART, "train.epochs=2", *how, records=records)
     finish(train(2, *given, cwd=tmp_path))
     assert_same_steps(tmp_path / "run", plain_training(model, encoded, [3e-3] * 2))

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY, wait_until
 from helpers.documented import require_error_line
 from helpers.forked import ForkedPopen
 from helpers.pinned import on_path
@@ -124,10 +123,7 @@ def test_a_signal_ends_the_check_that_runs(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        for _ in range(600):
-            if (tmp_path / "pid").is_file():
-                break
-            time.sleep(0.1)
+        wait_until((tmp_path / "pid").is_file)
         check = int((tmp_path / "pid").read_text())
         process.terminate()
         assert "ERROR: ended by SIGTERM" in process.communicate(timeout=240)[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,44 +16,20 @@ from helpers.ranks import config_for, on_ranks
 from helpers.usage import Usage
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A mixture of experts; `layers` include a dense one."""
-
-    vocabulary: int
-    hidden: int
-    layers: int
-    experts: int
-
-
-def save_glm(folder: Path, shape: Shape) -> Path:
+def save_glm(folder: Path, shape: dict[str, int]) -> Path:
     """Save random weights in files of bfloat16, one tensor for each expert."""
-    config = Glm4MoeConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        intermediate_size=shape.hidden,
-        moe_intermediate_size=shape.hidden // 2,
-        n_routed_experts=shape.experts,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=shape.hidden // 8,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        tie_word_embeddings=True,
-    )
+    width = shape["hidden_size"]
+    more = {"intermediate_size": width, "moe_intermediate_size": width // 2, "head_dim": width // 8}
+    more |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = build("glm4_moe", **shape, **more).bfloat16()
     model.to_empty(device="cpu").tie_weights()
     pattern = torch.randn(1 << 20)
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -115,7 +90,8 @@ def test_every_tensor_is_that_of_transformers(family, tmp_path):
     finish(on_ranks(2, compare_loaded, config, cwd=tmp_path))
 
 
-SMALL, LARGE = Shape(40_000, 512, 2, 6), Shape(32_000, 2048, 5, 32)
+SMALL = {"vocab_size": 40_000, "hidden_size": 512, "num_hidden_layers": 2, "n_routed_experts": 6}
+LARGE = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 5, "n_routed_experts": 32}
 
 
 @pytest.mark.parametrize(

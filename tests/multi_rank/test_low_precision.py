@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import read_metrics
 from helpers import moe_families
 from helpers.built import build_model
 from helpers.chats import write_jsonl
-from helpers.commands import finish, launch
+from helpers.commands import finish, launch, read_metrics
 from helpers.documented import require_error_line
 from helpers.exact import BFLOAT16, EIGHT_BITS
 from helpers.plain_training import on_uneven_chats, save_new_model, step_losses

@@ -19,6 +19,7 @@ from helpers.small_runs import (
     checkpoint,
     close_to,
     digests,
+    flip_bit,
     names,
     steps_of,
     write_inputs,
@@ -247,9 +248,7 @@ def test_a_copy_ends_where_it_takes_the_room_of_the_next_save(tmp_path, models):
 
 
 def damage(file: Path) -> bool:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_bit(file)
     return True
 
 

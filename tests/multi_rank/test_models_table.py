@@ -9,8 +9,7 @@ import os
 import sys
 
 import pytest
-from conftest import REPOSITORY
-from helpers.commands import completed, finish
+from helpers.commands import REPOSITORY, completed, finish
 
 from benchmarks.models import COLUMNS, DISTANCES, MESHES, TABLE, Row, architectures, relative
 

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, launch
-from helpers.commands import completed, read_metrics
+from helpers.commands import REPOSITORY, completed, launch, read_metrics
 from helpers.pinned import on_path
 from helpers.small_runs import SETTINGS, write_inputs
 

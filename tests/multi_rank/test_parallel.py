@@ -203,12 +203,6 @@ def test_groups_that_have_room_are_gathered_once_a_step(check_exact):
     assert copies_in(said) == {2 + (6 - 2) * 2 * 4}
 
 
-def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp, tmp_path):
-    given = on_uneven_chats(sharp["llama"], tmp_path, "parallel.replicate=3")
-    last = refused(train(2, *given, cwd=tmp_path))
-    assert "parallel.replicate=3 does not divide the world size, 2 - " in last
-
-
 @pytest.mark.full
 def test_a_compile_that_fails_names_the_layer(sharp, tmp_path):
     given = on_uneven_chats(sharp["llama"], tmp_path, COMPILED)

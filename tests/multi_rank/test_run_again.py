@@ -21,6 +21,7 @@ from helpers.small_runs import (
     SETTINGS,
     checkpoint,
     digests,
+    flip_bit,
     names,
     steps_of,
     write_inputs,
@@ -151,7 +152,7 @@ def refusal(tmp_path: Path, run_again: RunAgain) -> RunAgain:
 
 def test_a_forbidden_change_is_refused_with_both_values_and_both_remedies(tmp_path, refusal):
     """Before any shard is read: the newest checkpoint would be damaged."""
-    flip_a_byte(checkpoint(tmp_path / "run", 3))
+    flip_bit(checkpoint(tmp_path / "run", 3) / "rank_00000.safetensors")
     done = refusal(*assignments(MAY_NOT_CHANGE))
     assert "Checking every byte" not in done.stdout
     for key, (old, new) in MAY_NOT_CHANGE.items():
@@ -178,46 +179,6 @@ def test_another_model_is_refused_with_both_values(tmp_path, refusal):
     for key, value in new.items():
         what = f"{key} of the model's config.json is {value} and was {json.dumps(old[key])} "
         assert f"ERROR: {what}in checkpoint_0000003 - " in said
-
-
-def flip_a_byte(checkpoint: Path) -> None:
-    with (checkpoint / "rank_00000.safetensors").open("r+b") as file:
-        file.seek(-20, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-20, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-
-
-def truncate_manifest(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "manifest.json", 1000)
-
-
-def remove_complete(checkpoint: Path) -> None:
-    (checkpoint / "COMPLETE").unlink()
-
-
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, run_again):
-    checkpoints = tmp_path / "run/checkpoints"
-    undisturbed = steps_of(tmp_path / "run")
-    flip_a_byte(checkpoints / "checkpoint_0000003")
-    left = digests(checkpoints / "checkpoint_0000003")
-    said = finish(run_again("train.max_steps=3"))
-    reason = next(line for line in said.splitlines() if line.startswith("Not accepted: "))
-    assert "checkpoint_0000003/rank_00000.safetensors" in reason
-    assert "Resumed from checkpoint_0000002\n" in said
-    assert "checkpoint_0000003.aside1" in said
-    assert digests(checkpoints / "checkpoint_0000003.aside1") == left
-    assert steps_of(tmp_path / "run") == undisturbed
-
-
-def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(tmp_path, refusal):
-    damages = (flip_a_byte, truncate_manifest, remove_complete)
-    for step, damage in enumerate(damages, 1):
-        damage(checkpoint(tmp_path / "run", step))
-    *errors, last = refusal("train.max_steps=5").stderr.splitlines()
-    assert "run.resume=never" in last
-    for name, line in zip(("COMPLETE", "manifest.json", "rank_00000"), errors, strict=True):
-        assert name in line
 
 
 def test_starting_anew_sets_the_earlier_run_aside(tmp_path, run_again, refusal):
@@ -297,7 +258,7 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path, run_again):
 def test_a_named_checkpoint_that_is_none_is_refused(tmp_path, refusal):
     """Also with a name of its own, such as an unfinished save has one that begins with a dot."""
     mine = Path(shutil.copytree(checkpoint(tmp_path / "run", 1), tmp_path / ".mine"))
-    flip_a_byte(mine)
+    flip_bit(mine / "rank_00000.safetensors")
     assert "not a complete" in refusal("run.resume=run/checkpoints/checkpoint_0000009").stderr
     assert "rank_00000" in refusal("run.resume=.mine").stderr
     (mine / "COMPLETE").unlink()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
-from helpers.commands import finish, read_metrics
+from helpers.commands import completed, finish, read_metrics, wait_until
 from helpers.configs import configured
 from helpers.ranks import train, world_of
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
@@ -211,8 +209,7 @@ def test_where_a_signal_comes_in_the_last_step_no_command_is_waited_for(tmp_path
     code = f"cd {tmp_path}; {LEFT} wait"
     with ExportCommand(code, tmp_path, 1, 600, metrics) as commands:
         commands.start(model, 1)
-        while not pid.exists() or not pid.read_text():
-            time.sleep(0.05)
+        wait_until(lambda: pid.exists() and pid.read_text())
         commands.give_up()
         commands.start(model, 2)
         assert not [*commands.models_in_use()]
@@ -222,11 +219,7 @@ def test_where_a_signal_comes_in_the_last_step_no_command_is_waited_for(tmp_path
 def assert_ended(file: Path) -> None:
     """Expect that the process whose id is in `file` ends within 80 s."""
     asked = ["ps", "-o", "stat=", "-p", file.read_text(encoding="utf-8").strip()]
-    deadline, state = time.monotonic() + 80, "S"
-    while state not in ("", "Z") and time.monotonic() < deadline:
-        state = subprocess.run(asked, capture_output=True, text=True).stdout.strip()[:1]
-        time.sleep(0.1)
-    assert state in ("", "Z")
+    wait_until(lambda: completed(asked).stdout.strip()[:1] in ("", "Z"), within_s=80)
 
 
 def test_of_commands_that_wait_the_newest_is_kept(tmp_path, caplog):

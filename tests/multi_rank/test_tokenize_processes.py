@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.commands import REPOSITORY, piped
+from helpers.commands import REPOSITORY, piped, wait_until
 from helpers.data_run import Run, chat, problems_of, write
+from helpers.launches import command, descendants
 from helpers.pinned import on_path
 
 from shardtune.data import tokenize
@@ -49,9 +50,9 @@ pytestmark = pytest.mark.usefixtures("cache")
 def start(model: Path, single_process_s: float, *files: Path) -> subprocess.Popen[str]:
     script = files[0].with_name("prepare.py")
     script.write_text(PREPARE)
-    command = [sys.executable, script, model, str(single_process_s), *files]
+    arguments = [sys.executable, script, model, str(single_process_s), *files]
     env = os.environ | on_path(REPOSITORY)
-    return piped(command, model.parent, env, stdin=subprocess.PIPE, process_group=0)
+    return piped(arguments, model.parent, env, stdin=subprocess.PIPE, process_group=0)
 
 
 def go_together(*processes: subprocess.Popen[str]) -> None:
@@ -113,26 +114,15 @@ def long_data(tmp_path: Path) -> Path:
     return write(tmp_path / "a.jsonl", [chat(f"number {i} {text}") for i in range(20_000)])
 
 
-def wait_for_workers(process: subprocess.Popen[str]) -> list[str]:
-    """The ids of its workers, without the process that counts semaphores, a second later."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    workers: list[str] = []
-    deadline = time.monotonic() + 240
-    while len(workers) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-        pids = children.read_text().split()
-        workers = [pid for pid in pids if b"spawn_main" in command_line(pid)]
-    assert workers
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The ids of its workers, without the process that counts semaphores."""
+    return [pid for pid in descendants(process.pid) if "spawn_main" in command(pid)]
+
+
+def wait_for_workers(process: subprocess.Popen[str]) -> list[int]:
+    wait_until(lambda: len(workers_of(process)) >= 2, within_s=240)
     time.sleep(1.0)  # the workers import their modules
-    return workers
-
-
-def command_line(pid: str) -> bytes:
-    """Empty when the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    return workers_of(process)
 
 
 @pytest.mark.full
@@ -144,7 +134,7 @@ def test_no_worker_outlives_a_killed_run(model, long_data):
     finally:
         process.kill()
     process.communicate(timeout=240)  # a worker that is left holds its end of the pipe
-    assert not any(command_line(pid) for pid in workers)
+    assert not any(command(pid) for pid in workers)
 
 
 @pytest.mark.full
@@ -161,5 +151,5 @@ def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(model, lon
     (line,) = errors.splitlines()
     assert line.startswith("ERROR: ended by SIGINT before the first step")
     assert process.returncode == 1 and time.monotonic() - interrupted < 5
-    assert not any(command_line(pid) for pid in workers)
+    assert not any(command(pid) for pid in workers)
     assert list(cache.iterdir()) == []

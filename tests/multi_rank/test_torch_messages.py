@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY, a_free_port
-from helpers.commands import completed
+from helpers.commands import REPOSITORY, a_free_port, completed
 from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks
 

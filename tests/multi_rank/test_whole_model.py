@@ -12,7 +12,7 @@ from helpers import small_runs
 from helpers.chats import chats, write_jsonl
 from helpers.commands import finish
 from helpers.ranks import train
-from helpers.small_runs import checkpoint, digests, tensors_of
+from helpers.small_runs import checkpoint, digests, flip_bit, tensors_of
 from safetensors.torch import load_file, save_file
 
 from shardtune.__main__ import run
@@ -136,13 +136,10 @@ def test_verify_names_the_damaged_file_of_a_model(folder, tmp_path, capsys):
     assert run(both) == 0
     assert capsys.readouterr().out.count(": intact, ") == 2
     for file in sorted(path.name for path in model.iterdir()):
-        content = (model / file).read_bytes()
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        (model / file).write_bytes(flipped)
+        flip_bit(model / file)
         assert run(both) == 1
         assert capsys.readouterr().err.startswith(f"ERROR: {model / file}: is damaged - ")
-        (model / file).write_bytes(content)
+        flip_bit(model / file)
     (model / "tokenizer.json").unlink()
     assert run(both) == 1
     assert capsys.readouterr().err.startswith(f"ERROR: {model}/tokenizer.json: is missing - ")

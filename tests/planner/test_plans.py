@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from transformers import AutoConfig
 
 from benchmarks.plans import CONFIGS, MEMORY, PAGE, PLANS, plan_of, row

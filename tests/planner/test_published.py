@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 
 from benchmarks import published
 from benchmarks.plans import CONFIGS, plan_of

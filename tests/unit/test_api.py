@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas
 import pytest
 import yaml
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from helpers.planned import LLAMA
 from test_report import write_run
 

@@ -15,22 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHATML, REPOSITORY, write_jsonl
-from helpers.commands import completed
+from helpers.chats import write_jsonl
+from helpers.commands import REPOSITORY, completed
 from helpers.plain_training import sharpen, with_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from distTest.workloads.small_models import CHATML
 from shardtune.__main__ import run
 from shardtune.ask import Model
 from shardtune.checkpoint.assets import LISTING, listing_json
 from shardtune.distributed.join import native_dtype
 from shardtune.distributed.tensors import DTYPES
 
+QUESTION = "which rank ?"
+SILENT = CHATML + "{% if not enable_thinking|default(true) %}silently {% endif %}"
 MESSAGES = [
     {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "which rank ?"},
+    {"role": "user", "content": QUESTION},
     {"role": "assistant", "content": "the reference"},
 ]
 
@@ -59,8 +62,7 @@ def test_both_models_answer_the_question(models, tmp_path, capsys, monkeypatch):
     before = shutil.copytree(models["llama"], tmp_path / "before")
     after = with_weights(models["llama"], tmp_path / "run/model", sharpen)
     for folder in (before, after):
-        template = CHATML + "{% if not enable_thinking|default(true) %}silently {% endif %}"
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(SILENT)
     (tmp_path / "run/config.yaml").write_text(
         f"model: {{path: {before}}}\ndata: {{template_options: {{enable_thinking: false}}}}\n"
     )
@@ -129,10 +131,6 @@ def test_the_table_has_every_eighth_of_forty_questions_in_lines_that_a_terminal_
     assert said.count("- long [words]") == 5
     assert max(map(len, said.splitlines())) <= 100
     assert ": 0 before, 40 after\n" in said
-
-
-QUESTION = "which rank ?"
-SILENT = CHATML + "{% if not enable_thinking|default(true) %}silently {% endif %}"
 
 
 def generated_ids(folder: Path, prompt: str, model: Any = None) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
+from helpers.small_runs import flip_bit
 from transformers import GenerationConfig
 
 from shardtune.config import DataConfig, TrainSource
@@ -115,13 +116,7 @@ def test_versions_of_libraries_make_an_entry_of_their_own(model, tmp_path, monke
     assert Run(model, train).entry == entries[0]
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, lambda file: os.truncate(file, 0), Path.unlink])
+@pytest.mark.parametrize("damage", [flip_bit, lambda file: os.truncate(file, 0), Path.unlink])
 @pytest.mark.parametrize(
     "name", ["train.tokens", "train.starts", "train.source", "meta.json", "digests.xxh128"]
 )

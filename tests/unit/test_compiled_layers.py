@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY
-from helpers.commands import finish
+from helpers.commands import REPOSITORY, finish
 from helpers.moe_families import build
 from helpers.ranks import on_ranks
 from torch._dynamo.utils import counters

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers.ranks import world_of
-from helpers.small_runs import checkpoint
+from helpers.small_runs import checkpoint, flip_bit
 from helpers.thread_ranks import Tiny, TinyConfig, save_steps
 
 from shardtune.__main__ import run
@@ -59,15 +59,14 @@ def test_every_flipped_bit_is_found_and_named(saved, tmp_path, caplog):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     newest = folder / "run/checkpoints/checkpoint_0000003"
     for file, offset, bit in flips(newest):
-        good = file.read_bytes()
-        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
+        flip_bit(file, offset, bit)
         named = str(file).replace("COMPLETE", "manifest.json")
         assert resumed_step(folder) == 2, (file, offset, bit)
         assert f"Not accepted: {named}: " in caplog.text
         caplog.clear()
         (problem,) = verify_checkpoint([newest])
         assert problem.startswith(f"{named}: ") and "restore it from a copy" in problem
-        file.write_bytes(good)
+        flip_bit(file, offset, bit)
     assert resumed_step(folder) == 3
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.chats import write_jsonl
 from helpers.faults import DiskOs, Fault, fails
-from helpers.small_runs import checkpoint, digests, names
+from helpers.small_runs import checkpoint, digests, flip_bit, names
 from helpers.thread_ranks import save_steps
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -74,12 +74,6 @@ def export(copied: Path, capsys: pytest.CaptureFixture[str]) -> Export:
     return export_to
 
 
-def flip(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
-
-
 def chunk_of_experts(directory: Path) -> StoredChunk:
     return open_checkpoint(directory).chunks[EXPERTS][0]
 
@@ -101,7 +95,7 @@ def test_an_export_has_the_dtype_that_is_asked_for(dtype, export, tmp_path):
 def test_a_damaged_checkpoint_is_not_exported(file, export, copied, tmp_path):
     chunk = chunk_of_experts(copied)
     damaged, position = (chunk.file, chunk.begin) if file == "rank" else (file, 100)
-    flip(copied / damaged, position)
+    flip_bit(copied / damaged, position)
     code, error = export(tmp_path / "out")
     tensor = f"tensor {EXPERTS} is damaged" if file == "rank" else "is damaged"
     remedy = "restore it from a copy, or use another checkpoint"
@@ -131,7 +125,7 @@ def test_a_chunk_that_was_damaged_since_its_check_is_an_error(copied):
     rows = read_chunk(saved, chunk, [slice(1, 2), *(slice(0, n) for n in chunk.sizes[1:])])
     assert torch.equal(rows, load_file(file)[chunk.tensor][1:2])
 
-    flip(file, chunk.end - 1)
+    flip_bit(file, chunk.end - 1)
     message = re.escape(f"{file}: tensor {chunk.tensor} is damaged")
     for length in (len(content), chunk.end - 1, chunk.begin, 0):
         os.truncate(file, length)

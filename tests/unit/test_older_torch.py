@@ -14,8 +14,7 @@ from typing import Any
 import grimp
 import pytest
 import torch
-from conftest import REPOSITORY
-from helpers.commands import completed, finish
+from helpers.commands import REPOSITORY, completed, finish
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.distributed import older_torch

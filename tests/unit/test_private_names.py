@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from transformers import PreTrainedModel
 

@@ -21,9 +21,9 @@ from helpers.data_run import write
 
 import shardtune
 from shardtune.__main__ import run
-from shardtune.report.charts import make_charts, network_share
+from shardtune.report.charts import make_charts
 from shardtune.report.read_run import read_run
-from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures
+from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures, network_share
 
 SAME = {"lr": 1e-5, "seconds": 2.0, "tokens_per_second": 500.0, "mfu": 0.3, "data_seconds": 0.01}
 CONFIG = "model:\n  path: {}\ntrain:\n  epochs: 3\n"

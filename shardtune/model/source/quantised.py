@@ -152,16 +152,12 @@ def block_size(
         return None
     if len(values) == len(scales) >= 2 and values[:-2] == scales[:-2] and 0 not in scales:
         sides, counts = values[-2:], scales[-2:]
-        if configured and all(map(_is_cut_in, sides, configured, counts)):
+        if configured and counts == [-(-n // b) for n, b in zip(sides, configured, strict=True)]:
             return configured
         rows, columns = (side // count for side, count in zip(sides, counts, strict=True))
         if sides == [rows * counts[0], columns * counts[1]]:
             return rows, columns
     raise ValueError(f"{scales} scales for {values} values")
-
-
-def _is_cut_in(side: int, size: int, count: int) -> bool:
-    return -(-side // size) == count
 
 
 def _covering(edge: range, size: int) -> range:
@@ -200,16 +196,13 @@ class MxFp4(_Dequantised):
 def dequantised(
     stored: Mapping[str, Sliceable], folder: Path, dtype: torch.dtype
 ) -> dict[str, Sliceable]:
-    """Return a model's tensors from stored ones; quantised ones get `dtype`. Raises UserError."""
+    """Return a model's tensors from stored ones; quantised ones get `dtype`."""
     plain, quantised = split_quantised(stored)
     tensors = {name: stored[name] for name in plain}
     block = _block_of_config(quantisation_in(folder)) if quantised else None
-    for name, (values, scales) in quantised.items():
+    for name, (values, scales) in quantised.items():  # `quantised_problems` has refused others
         parts, is_mxfp4 = (stored[values], stored[scales]), values != name
-        try:
-            tensors[name] = MxFp4(*parts, dtype) if is_mxfp4 else BlockScaled(*parts, dtype, block)
-        except ValueError as error:
-            raise UserError(_not_read(folder, {name: str(error)})) from error
+        tensors[name] = MxFp4(*parts, dtype) if is_mxfp4 else BlockScaled(*parts, dtype, block)
     return tensors
 
 
@@ -252,13 +245,12 @@ def take_quantization(config: PreTrainedConfig, folder: Path, path: str) -> bool
 
 def quantised_problems(folder: Path) -> list[str]:
     """Return why quantised tensors in a model's files cannot be read. Raises UserError."""
-    quantization = quantisation_in(folder)
-    stored = list_stored(folder) if quantization else {}
+    stored, quantization = list_stored(folder), quantisation_in(folder)
     plain, quantised = split_quantised(stored)
     problems = {
         name: f"{stored[name][0]} without scales"
         for name in plain
-        if stored[name][0] in DTYPES_OF_PARTS or name.endswith("_blocks")
+        if quantization and (stored[name][0] in DTYPES_OF_PARTS or name.endswith("_blocks"))
     }
     block = _block_of_config(quantization)
     for name, (values, scales) in quantised.items():
@@ -266,15 +258,13 @@ def quantised_problems(folder: Path) -> list[str]:
             _require_readable(stored[values], stored[scales], block, is_mxfp4=name != values)
         except ValueError as error:
             problems[name] = str(error)
-    return [_not_read(folder, problems)] if problems else []
-
-
-def _not_read(folder: Path, problems: Mapping[str, str]) -> str:
+    if not problems:
+        return []
     name = min(problems)
-    return (
+    return [
         f"{folder}: {name} is quantised as {problems[name]}; training does not read that "
         f"({len(problems)} tensors in all) - use a copy of the model in bfloat16, or fetch it again"
-    )
+    ]
 
 
 def _require_readable(

@@ -151,9 +151,6 @@ class Gpu(NamedTuple):
     def gather_bytes_per_s(self) -> float:
         return 330 / 450 * self.card.link_bytes_per_s
 
-    def with_flash_attention_3(self) -> Gpu:
-        return Gpu(self.card, self.products, 550e12, 400e12)
-
 
 def gpu_of(card: Card) -> Gpu:
     """Return the rates that kernels reach on a card."""

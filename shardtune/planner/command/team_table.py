@@ -81,7 +81,7 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     asked = zip(questions, may_fit, strict=True)
     simulated = in_turn([partial(_simulated, head_about, *each) for each in asked])
     for question, (line, is_found, notes, known) in zip(questions, simulated, strict=True):
-        question.search.simulations.learn(known)
+        question.search.simulations.measured |= known
         fits |= is_found
         print(line, flush=True)
         lines += notes
@@ -100,7 +100,7 @@ def _simulated(
     search = question.search
     plan = search.fastest() if may_fit else None
     notes = [*_notes(question, plan, search.fallen)]
-    return _line(head, question, plan), plan is not None, notes, search.simulations.known()
+    return _line(head, question, plan), plan is not None, notes, search.simulations.measured
 
 
 def _notes(question: _Question, plan: Plan | None, fallen: Sequence[Plan]) -> Iterator[str]:

@@ -72,7 +72,8 @@ def describe(plan: Plan, length: RunLength | str = "", price: float | None = Non
         f"{seconds:.3g} s {part}{bubble if part.startswith('arithmetic') else ''}"
         for part, seconds in plan.floors_s.items()
     )
-    yield from _about(plan)
+    if plan.about_s is not None:
+        yield f"A step takes about {number_text(plan.about_s)} s, {spread(plan)}"
     yield f"A step takes at least: {floors}"
     yield from _host_link(plan)
     yield _hours(plan, length)
@@ -80,13 +81,6 @@ def describe(plan: Plan, length: RunLength | str = "", price: float | None = Non
         yield _cost(plan, length, price)
     yield from _storage(plan)
     yield assumed(plan.machine)
-
-
-def _about(plan: Plan) -> Iterator[str]:
-    if plan.about_s is None:
-        return
-    seconds = number_text(plan.about_s)
-    yield f"A step takes about {seconds} s, {spread(plan)}"
 
 
 def spread(plan: Plan) -> str:

@@ -35,7 +35,7 @@ class Simulations:
 
     def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
         self.model_config, self._imbalance = model_config, imbalance
-        self._measured: Known = {}
+        self.measured: Known = {}
         self._facts: dict[str, ModelFacts] = {}  # by the adapters
 
     def facts(self, config: Config, layout: Layout) -> ModelFacts:
@@ -45,14 +45,6 @@ class Simulations:
             self._facts[adapters] = read_facts(config, self.model_config, layout)
         return self._facts[adapters]
 
-    def known(self) -> Known:
-        """Return what another process may `learn`."""
-        return self._measured
-
-    def learn(self, known: Known) -> None:
-        """Take over what another process has measured."""
-        self._measured |= known
-
     def measure(self, step: Step, facts: ModelFacts) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         layers = divided(facts.costs, step.world.layout.stages)[step.world.stage]
@@ -60,10 +52,10 @@ class Simulations:
         step = replace(step, imbalance=self._imbalance)
         parts = [range(layers.start, layers.start + n) for n in cuts(kinds) or [len(kinds)]]
         steps = {_key(cut): cut for cut in (replace(step, layers=part) for part in parts)}
-        new = {key: cut for key, cut in steps.items() if key not in self._measured}
+        new = {key: cut for key, cut in steps.items() if key not in self.measured}
         results = at_once([partial(self._simulate, cut, facts) for cut in new.values()])
-        self._measured.update(zip(new, results, strict=True))
-        short, *_, long = (self._measured[key] for key in [*steps] * 2)  # one, if nothing was cut
+        self.measured.update(zip(new, results, strict=True))
+        short, *_, long = (self.measured[key] for key in [*steps] * 2)  # one, if nothing was cut
         return short if short is long else extrapolate(short, long, len(kinds))
 
     def _simulate(self, step: Step, facts: ModelFacts) -> Measured:

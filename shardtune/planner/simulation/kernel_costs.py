@@ -128,12 +128,8 @@ def _moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
         elif number == 0 and func._opname in _CHANGES:
             yield 2 * _extent(values.get("values", values.get("src", values.get("source"))))
         else:
-            size = _extent(value) if isinstance(value, torch.Tensor) else _total_extent(value)
+            size = sum(map(_extent, tensors_in([value])))
             yield size * (argument.is_written + argument.is_read)
-
-
-def _total_extent(value: Any) -> int:
-    return sum(map(_extent, value)) if isinstance(value, (tuple, list)) else 0
 
 
 def _extent(value: Any) -> int:

@@ -5,9 +5,8 @@ Both send in threads of their own. A tracker that fails is logged once, and does
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,30 +50,27 @@ class Sink:
     """Hands objects to a tracker until it fails."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
-        self._name, self._tracker = name, None
-        with self._until_it_fails():
-            self._tracker = open_tracker()
+        self._name = name
+        self._tracker: Tracker | None = self._try(open_tracker)
 
     def put(self, entry: Entry) -> None:
         if self._tracker:
-            with self._until_it_fails():
-                self._tracker[0](entry)
+            self._try(partial(self._tracker[0], entry))
 
     def close(self) -> None:
         if self._tracker:
-            with self._until_it_fails():
-                self._tracker[1]()
+            self._try(self._tracker[1])
 
-    @contextlib.contextmanager
-    def _until_it_fails(self) -> Iterator[None]:
+    def _try(self, work: Callable[[], Any]) -> Any:
         try:
-            yield
+            return work()
         except Exception as error:  # a tracker may raise anything
             logger.warning(
                 f"{self._name} failed ({type(error).__name__}: {first_line(error)}), and gets no "
                 "more: metrics.jsonl has everything"
             )
             self._tracker = None
+            return None
 
 
 def scalars(entry: Entry) -> dict[str, float]:
