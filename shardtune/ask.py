@@ -28,6 +28,7 @@ from shardtune.model.source.files import known_config, refusing
 from shardtune.model.source.text_model import class_of
 from shardtune.model.source.weight_files import ADAPTER_CONFIG, describe
 from shardtune.model.traits import number
+from shardtune.new_tokens import ROWS_OF_GROWTH
 from shardtune.run_files import METRICS
 
 _LONGEST = 1024  # tokens of an answer
@@ -101,13 +102,6 @@ class Model:
             )
             if missing := report["missing_keys"]:
                 raise ValueError(f"no {min(missing)}, {len(missing)} tensors in all")
-            if base != path:
-                from peft import PeftModel
-
-                with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                    model = PeftModel.from_pretrained(model, path)
-            if (Path(path) / _GENERATION).is_file():
-                model.generation_config = GenerationConfig.from_pretrained(path)
             has_tokenizer = (Path(path) / "tokenizer_config.json").is_file()
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 path if has_tokenizer else base,
@@ -115,6 +109,16 @@ class Model:
                 padding_side="left",
                 trust_remote_code=False,
             )
+            if base != path:
+                from peft import PeftModel
+
+                tokens = len(self.tokenizer)
+                if tokens > model.get_input_embeddings().num_embeddings:  # model.new_tokens
+                    model.resize_token_embeddings(tokens, ROWS_OF_GROWTH, mean_resizing=False)
+                with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                    model = PeftModel.from_pretrained(model, path)
+            if (Path(path) / _GENERATION).is_file():
+                model.generation_config = GenerationConfig.from_pretrained(path)
             self._pipeline: Any = transformers.pipeline(
                 "text-generation", model=model, tokenizer=self.tokenizer
             )
@@ -127,8 +131,11 @@ class Model:
         """Print the answer to a question while it is generated. Raises UserError."""
         readable = question.encode(errors="replace").decode()  # its bytes may be no UTF-8
         # One for each answer: one that Ctrl-C has ended leaves tokens in it.
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.answer([[{"role": "user", "content": readable}]], _LONGEST, streamer=streamer)
+        stops = self._pipeline.model.generation_config.eos_token_id
+        if streamer.last not in (stops if isinstance(stops, list) else [stops]):
+            print("WARNING: the answer is cut off here", file=sys.stderr)
 
     def answer(self, chats: Sequence[Chat], most_tokens: int, **generation: Any) -> list[str]:
         """Return the greedy answer to each chat. Raises UserError if one is too long.
@@ -162,6 +169,16 @@ class Model:
             **generation,
         )
         return [texts[0]["generated_text"].strip() for texts in answers]
+
+
+class _Streamer(TextStreamer):
+    """Prints an answer, and keeps its last token, which tells whether the answer has ended."""
+
+    last: int | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        self.last = int(value.flatten()[-1])
 
 
 def _find(path: str) -> tuple[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from shardtune.config import ModelConfig
 from shardtune.errors import UserError
 from shardtune.hub import read_config_json
 
-_ROWS = 64  # the vocabulary grows to a multiple of these
+ROWS_OF_GROWTH = 64  # the vocabulary grows to a multiple of these
 PIECES = "pieces_of_new_tokens"  # where a model's configuration has them, by the text of the id
 
 
@@ -39,7 +39,7 @@ class NewTokens(NamedTuple):
     def vocabulary(self, vocabulary: int) -> int:
         """Return the rows of a source's embedding that has so many, with those of new tokens."""
         needed = max(self.pieces, default=-1) + 1
-        return vocabulary if needed <= vocabulary else -(-needed // _ROWS) * _ROWS
+        return vocabulary if needed <= vocabulary else -(-needed // ROWS_OF_GROWTH) * ROWS_OF_GROWTH
 
 
 def read_new_tokens(model: ModelConfig) -> NewTokens:

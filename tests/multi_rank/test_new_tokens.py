@@ -29,6 +29,7 @@ from helpers.plain_training import (
 from helpers.ranks import train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from shardtune.ask import Model
 from shardtune.config import LoraConfig, ModelConfig
 from shardtune.errors import UserError
 from shardtune.new_tokens import add_new_tokens
@@ -160,6 +161,9 @@ def test_rows_and_whole_ends_train_beside_adapters_as_in_peft(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
     assert loss_of(adapted, encoded) == pytest.approx(loss_of(model, encoded), rel=1e-6)
     assert loss_of(merged, encoded) == pytest.approx(loss_of(model, encoded), rel=1e-6)
+    assert rows > AutoConfig.from_pretrained(source).vocab_size
+    question = records[0]["messages"][:1]
+    assert Model(str(tmp_path / "run/adapter"), torch.float32).answer([question], 4) != [""]
     trained, plain = adapted.merge_and_unload(), model.merge_and_unload()
     for end in ("get_input_embeddings", "get_output_embeddings"):
         expected = getattr(plain, end)().weight[ids]
