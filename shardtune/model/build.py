@@ -73,7 +73,7 @@ def build_model(
         draw_weights(model, config.run.seed, world.device, master if stored != master else None)
     else:
         with rounded_when_read(stored) if stored != master else nullcontext():
-            model = load_sharded(skeleton, config.model, world.device, distribute)
+            model = load_sharded(skeleton, config.model.path, world.device, distribute)
     if world.layout.is_lora:
         draw_factors(model, config.run.seed)
     model = prepare_for_training(model, world.layout)

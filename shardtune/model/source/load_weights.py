@@ -33,7 +33,6 @@ from transformers.core_model_loading import (
 )
 from transformers.distributed import DistributedConfig
 
-from shardtune.config import ModelConfig
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
@@ -264,12 +263,11 @@ def rows_of_tokens(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
 
 def load_sharded(
     skeleton: PreTrainedModel,
-    model_config: ModelConfig,
+    path: str,
     device: torch.device,
     shard: Shard,
 ) -> PreTrainedModel:
     """Load the weights into a model like the skeleton, which is sharded before they are read."""
-    path = model_config.path
     # With it, `accelerate launch` lets ranks but the first leave weights on meta, for FSDP1.
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     # transformers builds on meta, calls `maybe_distribute_model`, and then reads only this rank's
