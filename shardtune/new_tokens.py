@@ -37,7 +37,15 @@ class NewTokens(NamedTuple):
         return cls({int(i): pieces for i, pieces in given.items()}, [])
 
     def vocabulary(self, vocabulary: int) -> int:
-        """Return the rows of a source's embedding that has so many, with those of new tokens."""
+        """Return the rows of a source's embedding that has so many, with those of new tokens.
+
+        Raises UserError if a piece has no row in the source.
+        """
+        if (piece := max((max(ids) for ids in self.pieces.values()), default=0)) >= vocabulary:
+            raise UserError(
+                f"model.new_tokens: the tokenizer has token {piece}, the model {vocabulary} rows - "
+                "give the model more by resize_token_embeddings, or the tokenizer fewer tokens"
+            )
         needed = max(self.pieces, default=-1) + 1
         return vocabulary if needed <= vocabulary else -(-needed // ROWS_OF_GROWTH) * ROWS_OF_GROWTH
 

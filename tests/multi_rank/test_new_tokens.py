@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from shardtune.ask import Model
 from shardtune.config import LoraConfig, ModelConfig
 from shardtune.errors import UserError
-from shardtune.new_tokens import add_new_tokens
+from shardtune.new_tokens import NewTokens, add_new_tokens
 
 FULL = pytest.mark.full
 TOKENS = ["<call>", "</call>", "rank of ranks"]
@@ -193,6 +193,12 @@ def test_texts_that_become_no_token_are_refused(tokens, problem, models):
     with pytest.raises(UserError) as refused:
         add_new_tokens(tokenizer, ModelConfig(path="m", new_tokens=tokens))
     assert any(problem in line for line in refused.value.problems)
+
+
+def test_a_piece_without_a_row_is_refused():
+    assert NewTokens({64: [1, 63]}, []).vocabulary(64) == 128
+    with pytest.raises(UserError, match="has token 64, the model 64 rows"):
+        NewTokens({64: [64]}, []).vocabulary(64)
 
 
 def test_a_token_that_exists_is_said_and_left(models):
