@@ -2,8 +2,9 @@
 
 The row of a new token, of the embedding and of the head, is the mean of the rows of the pieces in
 which the source's tokenizer wrote its text. Rows behind the tokenizer's tokens come first; where
-they do not suffice, the vocabulary grows to the next multiple of 64. A text that is a token already
-keeps its row, as its own piece; with adapters that row trains like a new one (`lora.rows`).
+they do not suffice, the vocabulary grows to the next multiple of 64; rows of growth that no token
+gets are the mean of all these. A text that is a token already keeps its row, as its own piece; with
+adapters that row trains like a new one (`lora.rows`).
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ class NewTokens(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> NewTokens:
         """Return the tokens that `read_model_config` wrote into a model's configuration."""
-        given = getattr(config.get_text_config(), PIECES, {})
+        # A flat config.json of a model that also sees has them above the text's own section.
+        given = getattr(config, PIECES, None) or getattr(config.get_text_config(), PIECES, {})
         return cls({int(i): pieces for i, pieces in given.items()}, [])
 
     def vocabulary(self, vocabulary: int) -> int:
         """Return the rows of a source's embedding that has so many, with those of new tokens.
 
-        Raises UserError if a piece has no row in the source.
+        Raises UserError if the source's tokenizer has a token without a row.
         """
-        if (piece := max((max(ids) for ids in self.pieces.values()), default=0)) >= vocabulary:
+        new = [i for i, ids in self.pieces.items() if ids != [i]]
+        known = [piece for ids in self.pieces.values() for piece in ids]
+        last = max([*known, min(new, default=0) - 1], default=0)  # new ones follow all known ones
+        if last >= vocabulary:
             raise UserError(
-                f"model.new_tokens: the tokenizer has token {piece}, the model {vocabulary} rows - "
+                f"model.new_tokens: the tokenizer has token {last}, the model {vocabulary} rows - "
                 "give the model more by resize_token_embeddings, or the tokenizer fewer tokens"
             )
         needed = max(self.pieces, default=-1) + 1
@@ -64,30 +69,37 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens:
     by_kind = given if isinstance(given, Mapping) else {"plain": given}
     texts = [text for of_kind in by_kind.values() for text in of_kind]
     known = tokenizer.get_vocab()
-    spellings = {token.casefold(): token for token in known}
+    spellings, added = {token.casefold(): token for token in known}, tokenizer.added_tokens_decoder
     pieces = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
-    problems, notes = [], list[str]()
+    problems, notes, old = [], list[str](), set[str]()
     for text, count in Counter(texts).items():
+        ids = pieces[text]
+        read = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if count > 1:
             problems.append(f"{text!r} stands there {count} times - name it once")
-        elif text in known:
+        elif read.strip(" ") != text.strip(" "):
+            problems.append(f"the tokenizer reads {text!r} as {read!r} - name another text")
+        elif len(ids) == 1 and read == text:
             notes.append(f"model.new_tokens: {text!r} is a token already, and keeps its row")
-            pieces[text] = [known[text]]
-        elif not pieces[text]:
-            problems.append(f"the tokenizer has no piece for {text!r} - name another text")
+            old.add(text)
+        elif text in known:  # of a tokenizer that has other characters for bytes
+            problems.append(f"{text!r} is how the tokenizer writes other bytes - name another text")
+        elif within := next((added[i].content for i in ids if i in added), ""):
+            problems.append(f"{text!r} has the token {within!r} in it - name the rest alone")
         elif (other := spellings.get(text.casefold())) is not None:
             notes.append(f"model.new_tokens: {text!r} is the token {other!r} but for its case")
     for kind, of_kind in by_kind.items():
-        is_special, lacking = kind == "special", [text for text in of_kind if text not in known]
-        added = [AddedToken(text, normalized=False, special=is_special) for text in lacking]
-        tokenizer.add_tokens(added, special_tokens=is_special)
-    new = {text: tokenizer.convert_tokens_to_ids(text) for text in texts if text not in known}
+        is_special, lacking = kind == "special", [text for text in of_kind if text not in old]
+        tokens = [AddedToken(text, normalized=False, special=is_special) for text in lacking]
+        tokenizer.add_tokens(tokens, special_tokens=is_special)
+    new = {text: tokenizer.convert_tokens_to_ids(text) for text in texts if text not in old}
     for text, i in new.items():
         if tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"].count(i) != 1:
             problems.append(f"the tokenizer does not write {text!r} as one token - name another")
     if problems:
         raise UserError(*(f"model.new_tokens: {problem}" for problem in problems))
-    return NewTokens({(known | new)[text]: pieces[text] for text in texts}, notes)
+    of_old = {pieces[text][0]: pieces[text] for text in texts if text in old}
+    return NewTokens(of_old | {i: pieces[text] for text, i in new.items()}, notes)
 
 
 class WithNewRows:
@@ -104,13 +116,16 @@ class WithNewRows:
         return str(self._stored.get_dtype())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read a box of the tensor. A row that no token has is zero, where the source has none."""
+        """Read a box of the tensor."""
         cuts = (slice(None),) if index is Ellipsis else index
         first, others = range(self.get_shape()[0])[cuts[0]], tuple(cuts[1:])
         own = slice(min(first.start, self._rows), min(first.stop, self._rows))
         content = self._read(own, others)
-        added = content.new_zeros(len(first) - len(content), *content.shape[1:])
-        content = torch.cat([content, added])
+        if lacking := len(first) - len(content):
+            # Zeros would be likelier than all tokens of a model whose logits are all negative.
+            means = [self._mean(pieces, others) for pieces in self._new.pieces.values()]
+            mean = torch.stack(means).mean(0, keepdim=True)
+            content = torch.cat([content, *[mean] * lacking])
         for row, pieces in self._new.pieces.items():
             if row in first:
                 content[row - first.start] = self._mean(pieces, others)

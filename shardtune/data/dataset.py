@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig, ModelConfig
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
-from shardtune.data.records import TOO_LONG, Outcome, RecordSums
+from shardtune.data.records import NEXT_TEXT, TOO_LONG, Outcome, RecordSums
 from shardtune.data.refusal import RecordHashes, SourceSums, describe_leaks, problems_of
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
@@ -162,6 +162,7 @@ def build_encoder(model: ModelConfig, data: DataConfig, date: datetime.date) -> 
         if data.chat_template:
             name = f"the chat template {data.chat_template}"
             tokenizer.chat_template = read_chat_template(data.chat_template)
+        stops += _new_stops(tokenizer, model, data.template_options)
         encoder = ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
         given = {"data": data.template_options}
         given |= {key: source.template_options for key, source in data.train_sources.items()}
@@ -180,6 +181,18 @@ def build_encoder(model: ModelConfig, data: DataConfig, date: datetime.date) -> 
     if taken:
         raise UserError(*taken)
     return encoder
+
+
+def _new_stops(tokenizer: Any, model: ModelConfig, options: Mapping[str, Any]) -> list[int]:
+    """Return the special new tokens that the chat template writes right behind an answer."""
+    given = model.new_tokens
+    special = given.get("special", ()) if isinstance(given, Mapping) else ()
+    behind = ""
+    with contextlib.suppress(Exception):  # the template is refused where it is read
+        chat = [{"role": role, "content": NEXT_TEXT} for role in ("user", "assistant")]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, **options) if special else ""
+        behind = text.rpartition(NEXT_TEXT)[2]
+    return [tokenizer.convert_tokens_to_ids(each) for each in special if behind.startswith(each)]
 
 
 def read_chat_template(path: str) -> str:

@@ -303,6 +303,11 @@ def _train_ends(model: PreTrainedModel, config: LoraConfig) -> None:
         module: Any = model.get_submodule(end.module)
         weight = module.weight
         kind: Any = type(module)
+        if getattr(module, "bias", None) is not None:
+            raise UserError(
+                f"lora: {end.module} of {model.config.model_type} has a bias, and peft carries "
+                "none beside its rows - set lora.rows=none and lora.whole=[]"
+            )
         if end.is_whole:
             weight.requires_grad_()
             weight.data = weight.data.float()

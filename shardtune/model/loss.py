@@ -72,7 +72,7 @@ def predicted_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 class HeadWithRows(nn.Linear):
-    """A head with a frozen weight, whose rows `runs` are those of `token_rows`, which train."""
+    """A head without bias, whose weight is frozen; `token_rows` train in place of its `runs`."""
 
     token_rows: nn.Parameter  # (rows of all runs, width)
     runs: Sequence[slice] = ()
@@ -80,8 +80,7 @@ class HeadWithRows(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().forward(hidden)
         for run, rows in _by_run(self.runs, self.token_rows) if self.runs else ():
-            product = F.linear(hidden, rows, None if self.bias is None else self.bias[run])
-            logits = logits.slice_scatter(product, -1, run.start, run.stop)
+            logits = logits.slice_scatter(F.linear(hidden, rows), -1, run.start, run.stop)
         return logits
 
 
@@ -159,7 +158,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
             for run, own in by_run:
-                chunk_logits[:, run] = F.linear(chunk, own, None if bias is None else bias[run])
+                chunk_logits[:, run] = F.linear(chunk, own)
             # `.data` hides the base of a view: for another base torch.compile would compile again.
             chunk_weights = None if weights is None else weights[start : start + rows, None].data
             given = (chunk_logits.data, chunk_targets.data, wants_gradients, converted)
@@ -292,8 +291,6 @@ class _Gradients:
     def add(self, start: int, chunk: torch.Tensor, logits_gradient: torch.Tensor) -> None:
         hidden = self.hidden[start : start + len(chunk)]
         of_logits = [logits_gradient[:, run].clone() for run, _ in self._by_run]
-        if self.bias is not None:
-            self.bias += logits_gradient.sum(0, dtype=torch.float32)
         for run, _ in self._by_run:  # their logits are not of the weight
             logits_gradient[:, run] = 0
         torch.mm(logits_gradient, self._head_weight, out=hidden)
@@ -308,6 +305,8 @@ class _Gradients:
             weight_blocks = self.weight.split(_BLOCK_ROWS)
             for block, logits_block in zip(weight_blocks, logits_blocks, strict=True):
                 block += logits_block @ chunk
+        if self.bias is not None:
+            self.bias += logits_gradient.sum(0, dtype=torch.float32)
 
 
 def use_loss_head(

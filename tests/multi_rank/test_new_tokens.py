@@ -3,6 +3,7 @@ transformers has resized, whose rows were made by hand; beside adapters with pef
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from helpers.ranks import train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.ask import Model
-from shardtune.config import LoraConfig, ModelConfig
+from shardtune.config import DataConfig, LoraConfig, ModelConfig
+from shardtune.data.dataset import build_encoder
 from shardtune.errors import UserError
 from shardtune.new_tokens import NewTokens, add_new_tokens
 
@@ -49,12 +51,12 @@ def resized(source: Path, folder: Path, rows: int) -> Path:
     ends = ("get_input_embeddings", "get_output_embeddings")
     pieces = [old(text, add_special_tokens=False)["input_ids"] for text in TOKENS]
     means = [[getattr(model, end)().weight[ids].mean(0) for ids in pieces] for end in ends]
-    before = model.config.vocab_size
+    before, known = model.config.vocab_size, old.convert_tokens_to_ids(KNOWN)
     model.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
         for end, rows_of_end in zip(ends, means, strict=True):
             weight = getattr(model, end)().weight
-            weight[before:] = 0
+            weight[before:] = torch.stack([*rows_of_end, weight[known].detach()]).mean(0)
             weight[new.convert_tokens_to_ids(TOKENS)] = torch.stack(rows_of_end)
     model.save_pretrained(folder)
     new.save_pretrained(folder)
@@ -185,6 +187,8 @@ def test_a_resume_with_other_tokens_is_refused(sharp, tmp_path):
     ("tokens", "problem"),
     [
         (["<a>", "<a>"], "'<a>' stands there 2 times"),
+        (["<|im_start|>assistant"], "has the token '<|im_start|>' in it"),
+        (["é"], "is how the tokenizer writes other bytes"),
         ({"special": ["<a>"], "plain": ["<a>"]}, "'<a>' stands there 2 times"),
     ],
 )
@@ -195,10 +199,22 @@ def test_texts_that_become_no_token_are_refused(tokens, problem, models):
     assert any(problem in line for line in refused.value.problems)
 
 
-def test_a_piece_without_a_row_is_refused():
-    assert NewTokens({64: [1, 63]}, []).vocabulary(64) == 128
-    with pytest.raises(UserError, match="has token 64, the model 64 rows"):
-        NewTokens({64: [64]}, []).vocabulary(64)
+def test_tokens_of_the_source_without_a_row_are_refused():
+    assert NewTokens({64: [1, 63], 65: [2]}, []).vocabulary(64) == 128
+    for pieces in ({64: [64]}, {65: [1, 2]}):
+        with pytest.raises(UserError, match="has token 64, the model 64 rows"):
+            NewTokens(pieces, []).vocabulary(64)
+
+
+def test_a_special_token_with_which_the_template_ends_answers_is_a_stop(models, tmp_path):
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>\n{% endfor %}"
+    (tmp_path / "new.jinja").write_text(template)
+    data = DataConfig(train="t", chat_template=str(tmp_path / "new.jinja"))
+    tokens: Any = {"special": ["<begin>", "<end>"]}
+    model = ModelConfig(path=str(models["llama"]), new_tokens=tokens)
+    encoder = build_encoder(model, data, date.today())
+    assert encoder.tokenizer.decode(encoder.stop_token_ids[-1]) == "<end>"
+    assert "<begin>" not in encoder.tokenizer.decode(encoder.stop_token_ids)
 
 
 def test_a_token_that_exists_is_said_and_left(models):

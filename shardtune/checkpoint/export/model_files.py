@@ -327,17 +327,17 @@ def _are_equal(first: Sliceable, other: Sliceable) -> bool:
 def with_new_tokens(assets: Mapping[str, bytes], text_config: Any) -> dict[str, bytes]:
     """Return the files of a model whose config.json has a run's new tokens, for `NewTokens.of`."""
     config = json.loads(assets["config.json"])
-    owner = config.get("text_config") or config
-    (owner if "vocab_size" in owner else config)["vocab_size"] = text_config.vocab_size
-    owner[PIECES] = getattr(text_config, PIECES)
+    text = config.get("text_config") or config
+    for section in (text, *([config] if "vocab_size" in config else [])):
+        section["vocab_size"] = text_config.vocab_size
+    config[PIECES] = getattr(text_config, PIECES)
     return {**assets, "config.json": json.dumps(config, indent=2).encode()}
 
 
 def _without_pieces(config: bytes) -> bytes:
     """Return an exported config.json: a run that trains that model has new tokens of its own."""
     values = json.loads(config)
-    owner = values.get("text_config") or values
-    return config if owner.pop(PIECES, None) is None else json.dumps(values, indent=2).encode()
+    return config if values.pop(PIECES, None) is None else json.dumps(values, indent=2).encode()
 
 
 def require_index(folder: Path, path: str) -> None:

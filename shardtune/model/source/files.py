@@ -64,7 +64,13 @@ def read_model_config(model: ModelConfig) -> PreTrainedConfig:
             text_config = config.get_text_config()
             new_tokens = read_new_tokens(model)
             text_config.vocab_size = new_tokens.vocabulary(text_config.vocab_size)
-            setattr(text_config, PIECES, {str(i): ids for i, ids in new_tokens.pieces.items()})
+            for each in (config, text_config):
+                setattr(each, PIECES, {str(i): ids for i, ids in new_tokens.pieces.items()})
+        if getattr(text_config, "hidden_size_per_layer_input", 0):
+            raise UserError(
+                f"model.new_tokens: {config.model_type} has rows of a token in each layer, too, "
+                "and new ones are not made - leave model.new_tokens empty"
+            )
     if problem := not_trained(config.model_type):
         raise UserError(problem)
     take_quantization(config, model_folder(path) or Path(), path)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel, modeling_utils
 
 from shardtune.distributed.tensors import copy_slice, sharded_as, slice_like, to_local
+from shardtune.model.parts import ROWS
 
 
 def keep_master(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -64,7 +65,7 @@ def draw_weights(
     # Each module is drawn whole on the CPU, from (seed, its name) alone, and each rank keeps its
     # slices: the model is the same on any number of ranks, and one module at a time is in memory.
     model.to_empty(device=device)
-    model.tie_weights()
+    model.tie_weights(recompute_mapping=False)  # with the rows that `lora.rows` has tied
     # The innermost transformers model around a module initialises it.
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     owners = {module: owner for owner in models for module in owner.modules()}
@@ -84,6 +85,9 @@ def draw_weights(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             owners[module]._init_weights(module)
+        if ROWS in sharded:
+            rows = [cast(Any, module).weight[run] for run in cast(Any, module).runs]
+            module.get_parameter(ROWS).data.copy_(torch.cat(rows))
         for key, parameter in sharded.items():
             whole = module.get_parameter(key)
             module.register_parameter(key, parameter)

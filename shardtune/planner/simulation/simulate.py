@@ -154,7 +154,7 @@ def simulate(step: Step, model_config: PreTrainedConfig, facts: ModelFacts) -> M
     exchanged = partial(_exchanged, facts.top_k, step)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
-        model.tie_weights()
+        model.tie_weights(recompute_mapping=False)
         owned = OwnedParameters(model, world)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
