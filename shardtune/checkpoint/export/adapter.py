@@ -104,7 +104,7 @@ def _peft_ends(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
     return {
         "modules_to_save": [end.module for end in ends if end.is_whole] or None,
         "trainable_token_indices": {end.module: ids for end in ends if not end.is_whole} or None,
-        "ensure_weight_tying": bool(ends and model.all_tied_weights_keys),
+        "ensure_weight_tying": bool(model.all_tied_weights_keys and lora.whole),
     }
 
 
