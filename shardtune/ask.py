@@ -89,7 +89,8 @@ class Model:
         self._path, base, file = path, path, Path(path) / ADAPTER_CONFIG
         with refusing(path, "it cannot be opened", "fetch or export it again"):
             if file.is_file():
-                base = json.loads(file.read_bytes())["base_model_name_or_path"]
+                adapter = json.loads(file.read_bytes())
+                base = adapter["base_model_name_or_path"]
                 base = base or "a base that was drawn at random"
             config = known_config(base)
             model, report = class_of(config).from_pretrained(
@@ -112,8 +113,12 @@ class Model:
             if base != path:
                 from peft import PeftModel
 
-                tokens = len(self.tokenizer)
-                if tokens > model.get_input_embeddings().num_embeddings:  # model.new_tokens
+                # Of model.new_tokens; some tokenizers have more tokens than their model rows.
+                of_rows = (adapter.get("trainable_token_indices") or {}).values()
+                tokens = max((max(ids) + 1 for ids in of_rows), default=0)
+                if adapter.get("modules_to_save"):
+                    tokens = len(self.tokenizer)
+                if tokens > model.get_input_embeddings().num_embeddings:
                     model.resize_token_embeddings(tokens, ROWS_OF_GROWTH, mean_resizing=False)
                 with warnings.catch_warnings(action="ignore", category=FutureWarning):
                     model = PeftModel.from_pretrained(model, path)

@@ -41,12 +41,9 @@ class NewTokens(NamedTuple):
     def vocabulary(self, vocabulary: int) -> int:
         """Return the rows of a source's embedding that has so many, with those of new tokens.
 
-        Raises UserError if the source's tokenizer has a token without a row.
+        Raises UserError if a piece has no row in the source.
         """
-        new = [i for i, ids in self.pieces.items() if ids != [i]]
-        known = [piece for ids in self.pieces.values() for piece in ids]
-        last = max([*known, min(new, default=0) - 1], default=0)  # new ones follow all known ones
-        if last >= vocabulary:
+        if (last := max((max(ids) for ids in self.pieces.values()), default=0)) >= vocabulary:
             raise UserError(
                 f"model.new_tokens: the tokenizer has token {last}, the model {vocabulary} rows - "
                 "give the model more by resize_token_embeddings, or the tokenizer fewer tokens"
@@ -123,38 +120,38 @@ class WithNewRows:
         content = self._read(own, others)
         if lacking := len(first) - len(content):
             # Zeros would be likelier than all tokens of a model whose logits are all negative.
-            means = [self._mean(pieces, others) for pieces in self._new.pieces.values()]
+            means = [self.mean(pieces, others) for pieces in self._new.pieces.values()]
             mean = torch.stack(means).mean(0, keepdim=True)
             content = torch.cat([content, *[mean] * lacking])
         for row, pieces in self._new.pieces.items():
             if row in first:
-                content[row - first.start] = self._mean(pieces, others)
+                content[row - first.start] = self.mean(pieces, others)
         return content
 
     def only_new(self) -> _NewRows:
-        return _NewRows(self, sorted(self._new.pieces))
+        return _NewRows(self, [pieces for _, pieces in sorted(self._new.pieces.items())])
 
     def _read(self, rows: slice, others: tuple[slice, ...]) -> torch.Tensor:
         part: torch.Tensor = self._stored[(rows, *others)]
         return part.float()
 
-    def _mean(self, pieces: Sequence[int], others: tuple[slice, ...]) -> torch.Tensor:
+    def mean(self, pieces: Sequence[int], others: tuple[slice, ...]) -> torch.Tensor:
         return torch.cat([self._read(slice(i, i + 1), others) for i in pieces]).mean(0)
 
 
 class _NewRows:
-    """The rows of new tokens alone, by their ids."""
+    """The rows of new tokens alone, sorted by their ids."""
 
-    def __init__(self, all_rows: WithNewRows, ids: Sequence[int]) -> None:
-        self._all_rows, self._ids = all_rows, ids
+    def __init__(self, all_rows: WithNewRows, pieces: Sequence[Sequence[int]]) -> None:
+        self._all_rows, self._pieces = all_rows, pieces
 
     def get_shape(self) -> list[int]:
-        return [len(self._ids), *self._all_rows.get_shape()[1:]]
+        return [len(self._pieces), *self._all_rows.get_shape()[1:]]
 
     def get_dtype(self) -> str:
         return self._all_rows.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *others = (slice(None),) if index is Ellipsis else index
-        rows = [self._all_rows[(slice(i, i + 1), *others)] for i in self._ids[first]]
-        return torch.cat(rows or [self._all_rows[(slice(0, 0), *others)]])
+        rows = [self._all_rows.mean(ids, tuple(others)) for ids in self._pieces[first]]
+        return torch.stack(rows) if rows else self._all_rows[(slice(0, 0), *others)]

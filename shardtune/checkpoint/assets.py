@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ _ANNOUNCING = (
     "mtp_num_hidden_layers",
     "num_mtp_modules",
 )
+_TOKENS, _TOKENIZER, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
-_WITH_TEMPLATE = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+_WITH_TEMPLATE = (_TOKENIZER, "chat_template.json", "processor_config.json")
 _DTYPE = ("dtype", "torch_dtype")
 LISTING, _FORMAT = "export.json", 1
 Entries = Mapping[str, Mapping[str, int | str]]  # size and digest of each file
@@ -132,6 +134,29 @@ def with_template(assets: Mapping[str, bytes], template: str) -> dict[str, bytes
             is_other = values["chat_template"] != template
             written[name] = _dump(values | {"chat_template": template}) if is_other else content
     return {**assets, **(written or {_TEMPLATE: template.encode()})}
+
+
+def with_tokens(
+    assets: Mapping[str, bytes], tokenizer: Any, ids: Iterable[int]
+) -> dict[str, bytes]:
+    """Return the files with the tokens `ids`, which `tokenizer` has and the source lacks."""
+    # The source's files stay but for these tokens: other engines may not read what this
+    # transformers would write.
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        saved = {name: (Path(folder) / name).read_bytes() for name in (_TOKENS, _TOKENIZER)}
+    files = saved | dict(assets)
+    new = {i: tokenizer.added_tokens_decoder[i].__getstate__() for i in sorted(ids)}
+    tokens, config = (json.loads(files[name]) for name in (_TOKENS, _TOKENIZER))
+    present = {token["id"] for token in tokens["added_tokens"]}
+    tokens["added_tokens"] += [{"id": i, **new[i]} for i in new if i not in present]
+    decoder = {str(i): token for i, token in new.items()}
+    config["added_tokens_decoder"] = config.get("added_tokens_decoder", {}) | decoder
+    files |= {_TOKENS: _dump(tokens), _TOKENIZER: _dump(config)}
+    if _ADDED in files:
+        by_text = {token["content"]: i for i, token in new.items()}
+        files[_ADDED] = _dump(json.loads(files[_ADDED]) | by_text)
+    return files
 
 
 def without_announcements(config_json: bytes) -> tuple[bytes, list[str]]:

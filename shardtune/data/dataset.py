@@ -162,7 +162,7 @@ def build_encoder(model: ModelConfig, data: DataConfig, date: datetime.date) -> 
         if data.chat_template:
             name = f"the chat template {data.chat_template}"
             tokenizer.chat_template = read_chat_template(data.chat_template)
-        stops += _new_stops(tokenizer, model, data.template_options)
+        stops += _new_stops(tokenizer, model, data.template_options, stops)
         encoder = ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
         given = {"data": data.template_options}
         given |= {key: source.template_options for key, source in data.train_sources.items()}
@@ -183,8 +183,10 @@ def build_encoder(model: ModelConfig, data: DataConfig, date: datetime.date) -> 
     return encoder
 
 
-def _new_stops(tokenizer: Any, model: ModelConfig, options: Mapping[str, Any]) -> list[int]:
-    """Return the special new tokens that the chat template writes right behind an answer."""
+def _new_stops(
+    tokenizer: Any, model: ModelConfig, options: Mapping[str, Any], stops: Sequence[int]
+) -> list[int]:
+    """Return the special new token that the chat template writes behind an answer, and no stop."""
     given = model.new_tokens
     special = given.get("special", ()) if isinstance(given, Mapping) else ()
     behind = ""
@@ -192,6 +194,8 @@ def _new_stops(tokenizer: Any, model: ModelConfig, options: Mapping[str, Any]) -
         chat = [{"role": role, "content": NEXT_TEXT} for role in ("user", "assistant")]
         text = tokenizer.apply_chat_template(chat, tokenize=False, **options) if special else ""
         behind = text.rpartition(NEXT_TEXT)[2]
+    if any(tokenizer.decode([i]) in behind for i in stops):
+        return []
     return [tokenizer.convert_tokens_to_ids(each) for each in special if behind.startswith(each)]
 
 

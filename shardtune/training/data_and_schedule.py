@@ -44,14 +44,16 @@ def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     data = dataset.open_prepared(Path(folder))
     vocabulary = model_config.get_text_config().vocab_size
     world.run_on_all_ranks(lambda: data.require_vocabulary(encoder.tokenizer, vocabulary))
-    listed = NewTokens.of(model_config).pieces if config.lora.rows == "new" else {}
+    lora = config.lora
+    listed = NewTokens.of(model_config).pieces if lora.rows == "new" else {}
     untrained = [i for i in added_tokens(encoder.tokenizer) if i not in listed]
-    trains_rows = not world.layout.is_lora or "embed_tokens" in config.lora.whole
-    if not trains_rows and (met := data.train.present(untrained)):
+    is_tied = model_config.get_text_config().tie_word_embeddings
+    trains_all = not world.layout.is_lora or len(lora.whole) == 2 or (lora.whole and is_tied)
+    if not trains_all and (met := data.train.present(untrained)):
         names = first_few(encoder.tokenizer.convert_ids_to_tokens(met), 5)
         logger.warning(
-            f"LoRA trains no row of the embedding, and data.train has the added tokens {names} - "
-            "if they are new to the model, name them in model.new_tokens"
+            f"LoRA does not train all rows of the added tokens {names}, which data.train has - "
+            "if they are new to the model, name them in model.new_tokens, with lora.rows=new"
         )
     remedy = "copy the same data, model and code to every node"
     world.require_same({"the digest of the tokenized data": data.key}, remedy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import tempfile
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -17,6 +16,7 @@ from shardtune.checkpoint.assets import (
     model_assets,
     with_stops,
     with_template,
+    with_tokens,
 )
 from shardtune.checkpoint.export.model_files import (
     require_exportable,
@@ -119,9 +119,9 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
         )
     if config.model.new_tokens:
         encoder = dataset.build_encoder(config.model, config.data, datetime.date.today())
-        with tempfile.TemporaryDirectory() as folder:
-            encoder.tokenizer.save_pretrained(folder)
-            assets |= {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        pieces = read_new_tokens(config.model).pieces
+        new = [i for i, ids in pieces.items() if ids != [i]]
+        assets = with_tokens(assets, encoder.tokenizer, new)
     return with_template(assets, template) if template else assets
 
 

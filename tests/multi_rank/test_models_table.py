@@ -21,9 +21,6 @@ GROUPS = [
         "deepseek_v4",  # keys that are not tokens
         "llama4_text",  # a mask in chunks, and layers that hand on more than hidden states
         "falcon_h1",  # a state beside attention in a layer
-    ],
-    [
-        "chameleon",  # logits that are changed in place
         "lfm2_moe",  # convolutions
     ],
     [

@@ -340,7 +340,9 @@ def _sharded_class(skeleton: PreTrainedModel, device: torch.device, shard: Shard
             _convert_slices(load.weight_mapping)
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
             # transformers reads each parameter into a new one, and all those would train.
-            trained = {name for name, p in model.named_parameters() if p.requires_grad}
+            # A file may have a tied weight by either of its names.
+            named = model.named_parameters(remove_duplicate=False)
+            trained = {name for name, parameter in named if parameter.requires_grad}
             with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
                 _add_rows(skeleton, tensors)
                 read = model_class._load_pretrained_model(model, tensors, None, load)
