@@ -96,10 +96,10 @@ def test_rows_that_train_stand_for_those_of_a_frozen_head(makes_logits, monkeypa
         got = F.cross_entropy(got[0], targets, reduction="sum")
     torch.testing.assert_close(got, expected)
     trained = hidden, head.token_rows
-    for mine, theirs in zip(
+    for found, wanted in zip(
         gradients_of(got, *trained), gradients_of(expected, *trained), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_in_bfloat16_is_as_near_to_the_truth_as_the_plain_head(monkeypatch):

@@ -362,7 +362,7 @@ def _beyond_rounding(
     """Return the larger change, by packing or by another neighbour, or 0 if it may be rounding.
 
     The unit is the logits' spread. `is_reached`: a gradient reaches the documents before, so that
-    it is no rounding.
+    it is more than rounding.
     """
     if not len(alone):
         return 0.0

@@ -339,15 +339,10 @@ def _sharded_class(skeleton: PreTrainedModel, device: torch.device, shard: Shard
         ) -> Any:
             _convert_slices(load.weight_mapping)
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
-            # transformers reads each parameter into a new one, and all those would train.
-            # A file may have a tied weight by either of its names.
-            named = model.named_parameters(remove_duplicate=False)
-            trained = {name for name, parameter in named if parameter.requires_grad}
-            with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
+            reading = open_tensors(files, skeleton.dtype, share)
+            with _one_parameter_at_a_time(), _training_the_same(model), reading as tensors:
                 _add_rows(skeleton, tensors)
                 read = model_class._load_pretrained_model(model, tensors, None, load)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name in trained)
             _leave_as_read(model)
             return read
 
@@ -405,6 +400,17 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
         for name in model.state_dict()
         if patterns and name not in trained and re.search(patterns, name)
     }
+
+
+@contextmanager
+def _training_the_same(model: PreTrainedModel) -> Iterator[None]:
+    """Let those parameters train that trained before transformers has read new ones."""
+    # A file may have a tied weight by either of its names.
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in named if parameter.requires_grad}
+    yield
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
 
 
 @contextmanager
