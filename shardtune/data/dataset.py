@@ -186,7 +186,7 @@ def build_encoder(model: ModelConfig, data: DataConfig, date: datetime.date) -> 
 def _new_stops(
     tokenizer: Any, model: ModelConfig, options: Mapping[str, Any], stops: Sequence[int]
 ) -> list[int]:
-    """Return the special new token that the chat template writes behind an answer, and no stop."""
+    """Return the special new token with which the template ends answers, if no stop does."""
     given = model.new_tokens
     special = given.get("special", ()) if isinstance(given, Mapping) else ()
     behind = ""

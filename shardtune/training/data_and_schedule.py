@@ -47,7 +47,7 @@ def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     lora = config.lora
     listed = NewTokens.of(model_config).pieces if lora.rows == "new" else {}
     untrained = [i for i in added_tokens(encoder.tokenizer) if i not in listed]
-    is_tied = model_config.get_text_config().tie_word_embeddings
+    is_tied = getattr(model_config.get_text_config(), "tie_word_embeddings", False)
     trains_all = not world.layout.is_lora or len(lora.whole) == 2 or (lora.whole and is_tied)
     if not trains_all and (met := data.train.present(untrained)):
         names = first_few(encoder.tokenizer.convert_ids_to_tokens(met), 5)
