@@ -6,8 +6,6 @@ torchrun --nproc_per_node=N train_fsdp.py [--config FILE] [section.key=value ...
 A run is `main`, its steps are `train`, and one of them is `train_step`.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import ExitStack

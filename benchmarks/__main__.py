@@ -3,8 +3,6 @@
 `all` measures every section of RESULTS.md. The other sections write files of their own.
 """
 
-from __future__ import annotations
-
 import ast
 import shlex
 import sys

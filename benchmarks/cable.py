@@ -4,8 +4,6 @@ The nodes are network namespaces of this machine with two ranks each. It needs L
 iproute2, and is left out elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

@@ -5,8 +5,6 @@ not, beside a plain loop over documents, which shares no code with the product. 
 the CPU: 40 minutes on two cores.
 """
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

@@ -1,7 +1,5 @@
 """Time the optimizer steps of shardtune, TRL packed and HF Trainer in turn, on one pinned core."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Iterable

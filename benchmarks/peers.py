@@ -6,8 +6,6 @@ All of the data is one optimizer step, so that every side has the same batch, ho
 packs. Writes the fields of `sides.Side`.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

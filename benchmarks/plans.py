@@ -7,8 +7,6 @@ settings, are the question. After `<!-- team ARGUMENTS -->` comes the table that
 prints with these arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

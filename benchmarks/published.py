@@ -4,8 +4,6 @@ benchmarks/published.yaml has the runs, benchmarks/published.json what their pla
 ids of some runs, only these are planned anew; the page has the stored figures of the others.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import ArgumentParser, Namespace

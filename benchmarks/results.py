@@ -7,8 +7,6 @@ another order each time. Each runs in its own process on one pinned core with on
 step also sets things up and is not counted.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Run shardtune or a peer, and refuse figures unless both did the same work."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

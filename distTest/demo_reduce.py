@@ -13,8 +13,6 @@ Two terminals of one machine, with --node_rank=1 in the second:
         --master_addr=127.0.0.1 --master_port=29600 distTest/demo_reduce.py
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

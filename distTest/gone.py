@@ -4,8 +4,6 @@ A section, check or option that goes gets a row here, and no code of its own. Im
 library alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 python -m distTest.preflight [arguments of train_fsdp.py], with the environment of a launch script
 """
 
-from __future__ import annotations
-
 import sys
 
 from shardtune.errors import require_packages

@@ -2,8 +2,6 @@
 mkdocs).
 """
 
-from __future__ import annotations
-
 import csv
 import posixpath
 import re

@@ -4,8 +4,6 @@ python examples/ask.py --run RUN_DIR --short FILE.jsonl
 python examples/ask.py --score MODEL_DIR --short FILE.jsonl     # as export.command does
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

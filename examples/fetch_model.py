@@ -3,8 +3,6 @@
 python examples/fetch_model.py models/SmolLM2-135M-Instruct
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

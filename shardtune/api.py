@@ -1,7 +1,5 @@
 """Offer Python programs names that stay: `shardtune.read_run` and `shardtune.plan`."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Mapping

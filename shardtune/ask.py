@@ -1,7 +1,5 @@
 """`shardtune ask`: a model's most likely answers, by transformers' text-generation pipeline."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -7,8 +7,6 @@ directions too. Cards without NVLink have PCIe's rate: of 32 and 64 GB/s of vers
 lanes a copy reaches about 25 and 50. Grace and its GPU share 450 GB/s (NVLink-C2C).
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The marks in `json_schema_extra` say whether a resume may change a key. config_i
 configuration. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args

@@ -3,8 +3,6 @@
 This module does not import torch, which takes seconds: a wrong command line is refused at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

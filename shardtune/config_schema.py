@@ -1,7 +1,5 @@
 """Descriptions of the configuration: JSON schema for editors, Markdown for people."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

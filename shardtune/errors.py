@@ -1,7 +1,5 @@
 """The errors that end a run early, and helpers for their messages. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -2,8 +2,6 @@
 micro-batches on all ranks, because all ranks wait in their next collective for one that collects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models and datasets by name: the hub, its cache where it cannot be reached, their libraries."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Log lines on standard output, once a run or once a node; libraries stay quiet."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@
 there. This module does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NotRequired, get_args, get_type_hints
 

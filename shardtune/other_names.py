@@ -1,7 +1,5 @@
 """Names that keys have in HF Trainer, TRL, axolotl and LLaMA-Factory."""
 
-from __future__ import annotations
-
 _NAMES = {
     "run.dir": "output_dir logging_dir",
     "run.seed": "data_seed",

@@ -1,7 +1,5 @@
 """Names of data on this machine: files of records, what `save_to_disk` wrote. Nothing heavy."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

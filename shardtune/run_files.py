@@ -1,7 +1,5 @@
 """Where a run's own files are: their names in run.dir, and the user's cache."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

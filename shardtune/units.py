@@ -1,7 +1,5 @@
 """Bytes and seconds as people read them."""
 
-from __future__ import annotations
-
 
 def gb(n_bytes: float, digits: int = 1) -> str:
     """Return the number of GB, of 1e9 bytes, without the unit."""

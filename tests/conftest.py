@@ -1,7 +1,5 @@
 """Fixtures for all tests."""
 
-from __future__ import annotations
-
 from helpers.pinned import (
     leave_the_checkout,
     pytest_runtest_teardown,

@@ -6,8 +6,6 @@ Builds an environment for each of them in .venv/versions, some 5 GB, and prints 
 docs/support.md for it. `make versions` tries all of PAIRS.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

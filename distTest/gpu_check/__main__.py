@@ -7,8 +7,6 @@ if its PyTorch is too old. A check that crashes is a failure by name, and the ne
 with 1 if a check failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Run one check: python -m distTest.gpu_check.check_process NAME RESULT.json."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The checks in their order, and their outcomes. Imports the standard library alone."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

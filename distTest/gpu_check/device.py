@@ -1,7 +1,5 @@
 """Name the GPU, and check that it multiplies as fast as its data sheet says."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

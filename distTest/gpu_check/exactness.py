@@ -1,7 +1,5 @@
 """Attention, experts and the loss head on the GPU, against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizers on the GPU: against float64 and a CPU, and the time of an update."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

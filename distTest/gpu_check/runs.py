@@ -1,7 +1,5 @@
 """Runs of train_fsdp.py as users start them, with a tokenizer and data that need no network."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Both have random weights, which the device draws in seconds. A step behind the t
 profiled.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Compare runs of small models: on the GPU with a CPU's, and resumed with whole."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product

@@ -7,8 +7,6 @@ python -m distTest.rehearse [--nodes 2] [--procs-per-node 8] [--config FILE] [--
     [-- section.key=value ...]
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

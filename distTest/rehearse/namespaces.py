@@ -3,8 +3,6 @@
 No packet leaves them. Needs Linux, root and `ip` of iproute2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ Each node sends at most BITS_PER_S; 0: no limit. OUT.json gets the bytes that ea
 received, without headers of frames. Needs Linux, root and iproute2.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

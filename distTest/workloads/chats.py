@@ -1,7 +1,5 @@
 """Chats for the benchmarks: real words, log-normal lengths and a fixed seed, in several mixes."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

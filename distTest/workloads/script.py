@@ -3,8 +3,6 @@
 Imports the standard library alone.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

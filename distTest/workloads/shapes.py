@@ -1,7 +1,5 @@
 """The shapes of published models: the architecture and settings of each, for AutoConfig."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models, tokenizers that need no network, and chats of one row each."""
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Widths become small, and the first layer of each kind stays, so that windows, st
 stay, too. `_OF_KIND` has the settings that do not follow from names.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ python -m distTest.workloads.wrapped WAY,WAY=VALUE,... [arguments of train_fsdp.
 Each way is a context manager of WAYS, in which the script runs.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

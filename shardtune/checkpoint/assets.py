@@ -5,8 +5,6 @@ and `README.md` is the card that the hub shows (https://huggingface.co/docs/hub/
 source's card is about other weights and is not copied; its licence is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

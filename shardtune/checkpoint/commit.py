@@ -10,8 +10,6 @@ Rank 0, the coordinator, ends each phase with a decision for all. Messages go th
 never through a collective: training continues meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

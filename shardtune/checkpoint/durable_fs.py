@@ -3,8 +3,6 @@
 Their order decides what survives a crash. Tests replace this module's `os` to record or fail them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Restore a checkpoint's state on any number of ranks, whichever disks its files are on."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The names of a checkpoint's files, and the manifest that describes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

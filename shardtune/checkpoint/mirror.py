@@ -4,8 +4,6 @@ The leaders of the disks form a ring. Once each of them has its neighbour's part
 outlives any one disk: a resume reads parts wherever they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

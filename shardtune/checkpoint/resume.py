@@ -1,7 +1,5 @@
 """Choose the checkpoint to resume from: one that every rank accepts, or none."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 A refusal has both values and the remedies.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

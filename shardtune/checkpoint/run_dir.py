@@ -1,7 +1,5 @@
 """run.dir: which ranks see the same directory, and the lock against other runs."""
 
-from __future__ import annotations
-
 import fcntl
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Safetensors files written as a stream, with at most one of their tensors in memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain

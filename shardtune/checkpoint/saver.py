@@ -1,7 +1,5 @@
 """Save while training continues: the loop waits until tensors are copied, a thread writes them."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """Divide tensors among ranks: which slices each rank writes, and which it reads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

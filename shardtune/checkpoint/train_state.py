@@ -1,7 +1,5 @@
 """The tensors of a training state: sharded weights and moments, and each rank's random state."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from types import MappingProxyType

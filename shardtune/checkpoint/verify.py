@@ -1,7 +1,5 @@
 """Compare the files of checkpoints and of exported models with the digests that came with them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """The agent of one node, as the launch scripts start it: python -m shardtune.cluster [arguments of
 train_fsdp.py]"""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

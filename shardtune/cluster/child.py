@@ -1,7 +1,5 @@
 """Processes forked from this one: they die with it and report messages."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Compares the facts and figures of all nodes: refuses, warns of and shows differences."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

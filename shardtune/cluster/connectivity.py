@@ -1,7 +1,5 @@
 """Tries the paths between any two nodes as NCCL and gloo need them: any port, large messages."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

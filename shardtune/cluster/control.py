@@ -5,8 +5,6 @@ text is parsed, never executed. A message of another shape, or without a valid H
 connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

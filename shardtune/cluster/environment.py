@@ -1,7 +1,5 @@
 """The environment and arguments of this node's launch, and the problems that one node can see."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """Short measurements with as many processes as the run: collectives, and a GEMM in each."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

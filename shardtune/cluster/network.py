@@ -1,7 +1,5 @@
 """This machine's network, IPv4 only: interfaces, routes, ports and their holders."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from ipaddress import IPv4Address, IPv4Interface

@@ -1,7 +1,5 @@
 """Collects facts about a node: versions, code, configuration, data, model, devices, limits."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

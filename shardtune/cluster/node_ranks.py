@@ -1,8 +1,6 @@
 """The ranks of one node: torchrun's agent class starts and watches them in a thread of this
 process."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """`shardtune train`: the run that the launch scripts start, on this machine alone."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

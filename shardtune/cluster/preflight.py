@@ -1,7 +1,5 @@
 """The checks before a run, in order: paths between nodes, facts of each node, measurements."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

@@ -3,8 +3,6 @@
 A node with a problem of its own tells it to the others, if it meets them within seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import math

@@ -1,7 +1,5 @@
 """Which rank is stuck: node 0 decides it, and every agent looks at its ranks once a second."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The token sequences of a run: tokenized once a node, cached, and memory-mapped by all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

@@ -4,8 +4,6 @@
 # conversation, or a prompt with its completion. `cut_to_rows` cuts every sequence that is still too
 # long (with `turns` only texts are), and counts the outcome for the log.
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -2,8 +2,6 @@
 
 # chat_encoder.py explains the derivation.
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The optimizer steps of a run, and which rank gets which rows of a step."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass

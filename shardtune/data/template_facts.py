@@ -1,7 +1,5 @@
 """What a chat template does, found by trials: plain data that everything else asks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection

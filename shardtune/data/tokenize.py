@@ -1,7 +1,5 @@
 """Records into token sequences, on all cores of a node, in the order of the records."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

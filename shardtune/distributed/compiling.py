@@ -1,7 +1,5 @@
 """Compile functions where this machine can, and run them as they are where it cannot."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

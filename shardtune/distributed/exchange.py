@@ -6,8 +6,6 @@ each rank the queries, keys and values of its heads, and one behind it the outpu
 Nothing else in a layer looks at other tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd

@@ -4,8 +4,6 @@ Under an agent (the launch scripts) the rank leaves both in its record, and the 
 line when all ranks have ended. Otherwise the rank prints it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io

@@ -1,7 +1,5 @@
 """The GPUs of this node: why PyTorch does not see them, and what a process sets on its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

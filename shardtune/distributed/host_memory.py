@@ -1,7 +1,5 @@
 """The host memory of a node: how much processes may still take, and how they pin it."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

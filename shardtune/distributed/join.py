@@ -1,7 +1,5 @@
 """How the processes of a run find one another and become a world."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

@@ -1,7 +1,5 @@
 """Bandwidths and rates that the preflight measured, kept in run.dir for the plan."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

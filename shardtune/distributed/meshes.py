@@ -4,8 +4,6 @@ Stages, replicas and groups of experts have consecutive ranks, so that ranks tha
 share a node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Importing this module gives it to them. A module that uses one of these names im
 that every process has it: ranks, a run's plan, `shardtune` and spawned workers.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """Where this process is in the run, and how much of its time it waited for other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

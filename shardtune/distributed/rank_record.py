@@ -4,8 +4,6 @@ The agent allocates one record a rank in anonymous memory, which no full disk ca
 reads them once a second. This module imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools

@@ -1,7 +1,5 @@
 """Dtypes by name, and the part of a sharded tensor that this rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

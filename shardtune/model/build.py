@@ -5,8 +5,6 @@ the root's group, where tied weights stay tied: a group of its own would untie a
 its first forward.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

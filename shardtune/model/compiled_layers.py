@@ -4,8 +4,6 @@ Attention and spread experts are not compiled: they cut a layer into compiled pa
 and activation checkpointing stay outside. The first call compiles.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

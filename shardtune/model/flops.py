@@ -11,8 +11,6 @@ see `recurrence_flops`. Embedding lookups, norms, activations, softmax, the opti
 recomputation count nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """FSDP2's groups of parameters, such as a layer's. Private names of FSDP2 stand here alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import partial

@@ -7,8 +7,6 @@ gathers both in one group. Stacked experts have a pair of factors for each exper
 copy of a stack ever exists.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

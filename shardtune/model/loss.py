@@ -9,8 +9,6 @@ that changes its logits after the head needs the logits of all trained positions
 whose head is not a plain linear layer makes the logits of all positions.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast

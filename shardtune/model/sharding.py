@@ -1,7 +1,5 @@
 """FSDP2 on a model: one group per decoder layer, and one for the experts of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ nothing, so that names of weights, masks and positions are those of the whole mo
 states that the stage before has sent take the place of the embedding's output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any

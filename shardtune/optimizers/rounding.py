@@ -4,8 +4,6 @@ The random numbers are a hash of (seed, step, tensor name, index of the element 
 tensor). A checkpoint needs no state of theirs, and ranks draw the same numbers on any mesh.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterable

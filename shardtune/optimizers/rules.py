@@ -1,7 +1,5 @@
 """The optimizers by name. One more is a class here, in `RULES`, and a name in the configuration."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial

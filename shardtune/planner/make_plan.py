@@ -1,7 +1,5 @@
 """Plan a run: simulate a step of each stage, or bound its memory by shapes alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence

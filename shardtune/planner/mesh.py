@@ -1,7 +1,5 @@
 """The meshes of a machine, as values of the keys of a run, and as arguments of a command."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Memory is a rank's, by phase and cause.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

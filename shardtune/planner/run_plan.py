@@ -4,8 +4,6 @@ A bound from shapes that is far below the memory is the plan. Otherwise a proces
 simulates a step while the data is tokenized.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -6,8 +6,6 @@ fits, settings that round no more and train no less are tried in as many further
 it much faster.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The arguments of `shardtune inspect-data`. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The colours of an SVG follow the page's theme.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -1,7 +1,5 @@
 """`inspect-data --html`: the first records as a person reads them, with trained text in colour."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

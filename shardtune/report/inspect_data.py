@@ -1,7 +1,5 @@
 """Shows which tokens of real records the loss counts."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`shardtune report`: a page of one or several runs, which needs no network and no script."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import math

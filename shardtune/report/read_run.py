@@ -1,7 +1,5 @@
 """Read a run's directory as it is: unfinished, resumed, or with lines that a crash broke."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import dataclass, field

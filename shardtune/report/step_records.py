@@ -1,7 +1,5 @@
 """`inspect-data --step`: from a step to the records that it trained."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

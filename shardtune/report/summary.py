@@ -1,7 +1,5 @@
 """Sum up a run: the card at the top of its page, and the rows of `shardtune watch`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

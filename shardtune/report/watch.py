@@ -3,8 +3,6 @@
 It reads files and nothing else, so the run does not notice.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import signal

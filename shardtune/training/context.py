@@ -1,7 +1,5 @@
 """The state that all parts of the training loop share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict

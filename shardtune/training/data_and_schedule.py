@@ -1,7 +1,5 @@
 """The data of a run, the steps that it is divided into, and the batches of the coming ones."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator

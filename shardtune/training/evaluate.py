@@ -3,8 +3,6 @@
 Each trained token counts once.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from itertools import chain, zip_longest

@@ -1,7 +1,5 @@
 """The optimizer, the schedule of its learning rate, and the global norm of the gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from itertools import chain

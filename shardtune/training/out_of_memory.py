@@ -1,7 +1,5 @@
 """Name the keys to change if a rank runs out of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 

@@ -5,8 +5,6 @@ Stages work on different micro-batches at the same time, one forward and one bac
 states travel to the next stage, and their gradients back. A run without stages is one stage.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast

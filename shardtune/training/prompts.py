@@ -1,7 +1,5 @@
 """Held-out prompts that the model answers at each evaluation (`eval.samples`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Read the files of a model beside its weights, and refuse a model that cannot be trained."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Open a run, and make the state that its checkpoints hold beside tensors."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """Log what a run is before its first step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Build and simulate models as a run and its plan do, from facts that are read on the way."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config

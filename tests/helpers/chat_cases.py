@@ -1,7 +1,5 @@
 """Small tokenizers and chat templates, and what an encoder trains with them."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import operator

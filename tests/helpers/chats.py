@@ -1,7 +1,5 @@
 """Made-up conversations, which the tokenizer of `tiny_models` was trained on."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

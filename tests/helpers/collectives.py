@@ -1,7 +1,5 @@
 """What the collectives of a run move, as PyTorch dispatches them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter, defaultdict

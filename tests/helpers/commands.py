@@ -1,7 +1,5 @@
 """The real commands, started as a user does, and what a run leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

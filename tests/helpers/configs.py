@@ -1,7 +1,5 @@
 """Small configurations, and every key's default as the contract with users has it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

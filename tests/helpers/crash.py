@@ -7,8 +7,6 @@ zeros, or there in part.
 https://pubs.opengroup.org/onlinepubs/9799919799/functions/fsync.html
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A tiny real model directory, records for it, and what one start of a run makes of them."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -2,8 +2,6 @@
 quotes: in blocks of a kind, one on each line, `<...>` for what varies.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Whole runs against the plain loop: models with losses that differ, meshes, and one check."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial

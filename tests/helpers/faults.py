@@ -9,8 +9,6 @@ DiskOs makes each call as the real `os` does, except where a `Fault` applies:
 An effect is a function of a module that takes the real call and its arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import math

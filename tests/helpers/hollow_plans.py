@@ -1,7 +1,5 @@
 """Plans held against what pretended GPUs allocate in steps without contents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

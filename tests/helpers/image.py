@@ -1,7 +1,5 @@
 """The Dockerfile, read."""
 
-from __future__ import annotations
-
 import re
 
 from helpers.commands import REPOSITORY

@@ -1,8 +1,6 @@
 """The launch scripts as tests start them, on loopback or in network namespaces, and faults in their
 processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 tests/long_tests.json keeps what the last six parts were. It tells which tests were in none of them.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import time

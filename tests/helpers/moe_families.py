@@ -1,7 +1,5 @@
 """Small mixtures of experts of real architectures, beside a dense one or two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Tiny models that see, with layers of multi-token prediction in their files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models of any architecture in flat rows: with layers that keep a state, windows or sinks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ import does, before that of torch and others, which read variables then.
 Fail tests that read what commands left in the checkout, or write there (tests/pinned/guard.py).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

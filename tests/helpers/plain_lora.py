@@ -1,7 +1,5 @@
 """The oracle of adapters: a plain training loop around peft's own layers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

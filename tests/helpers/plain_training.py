@@ -1,8 +1,6 @@
 """The oracle of exactness, which shares no code with the product: training in plain PyTorch, one
 record at a time."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Small configurations and a machine that plans are made of."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

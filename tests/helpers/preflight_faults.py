@@ -1,7 +1,5 @@
 """Nodes before their launch, and what may be wrong with them or between them; see FAULTS."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 
 Ranks are forks of that server, so that they need not do it again."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 

@@ -1,7 +1,5 @@
 """Runs of train_fsdp.py on pretended GPUs, in forked ranks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

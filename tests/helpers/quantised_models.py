@@ -1,7 +1,5 @@
 """Tiny models in the formats in which large ones are published, block FP8 and MXFP4, and boxes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

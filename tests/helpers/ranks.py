@@ -2,8 +2,6 @@
 torchrun pays the import of both in every rank. What a rank executes, and the environment it finds,
 are torchrun's."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Runs that save at every step, and are disturbed: their command, and what is left of them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Small runs with checkpoints: their inputs, and how two of them are compared."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

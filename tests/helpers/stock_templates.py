@@ -1,7 +1,5 @@
 """Tokenizers with stock chat templates, and what a run trains with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

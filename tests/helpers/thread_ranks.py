@@ -1,7 +1,5 @@
 """Ranks as threads of this process, which save and resume a tiny model without a collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

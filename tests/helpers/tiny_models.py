@@ -1,7 +1,5 @@
 """Tiny models of real architectures with random weights, and a real tokenizer."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The bytes of a plan are those that a cable between two nodes carries, by the cable's counters."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """`make demo` as it stands: what it writes, and that it learns what README.md shows."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """distTest/demo_reduce.py: every command of its docstring, on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

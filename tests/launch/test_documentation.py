@@ -1,7 +1,5 @@
 """Every command and every YAML of README.md and docs/, run as it stands there in a copy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

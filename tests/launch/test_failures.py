@@ -4,8 +4,6 @@ the last line names it, and the same commands resume.
 The launch scripts run as two nodes on this machine's loopback.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The launch scripts: two nodes on this machine's loopback, their banners, their choices and their
 exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ The launch scripts run as two nodes on this machine's loopback, or as network na
 cable is cut.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Nodes are network namespaces with the guide's own addresses, or processes on loopback.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """The rehearsal with real launches: both modes, refusals, failures, and its cleaning up."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

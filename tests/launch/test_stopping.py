@@ -1,8 +1,6 @@
 """How a run ends when it is told to, when nodes do not fit together, and when its reader goes
 away."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Who is let in at the master port: real launches and meetings on loopback, and strangers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

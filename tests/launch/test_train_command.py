@@ -1,7 +1,5 @@
 """`shardtune train`: the launch scripts' run on one machine, by one command."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

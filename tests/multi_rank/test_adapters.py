@@ -1,7 +1,5 @@
 """LoRA on any number of ranks is a plain training loop around peft's layers."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

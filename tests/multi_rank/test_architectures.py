@@ -1,7 +1,5 @@
 """Architectures whose layers, positions or experts would make a record depend on its neighbours."""
 
-from __future__ import annotations
-
 import json
 from subprocess import CompletedProcess
 from typing import Any

@@ -3,8 +3,6 @@
 A model that needs more than causal attention is logged with the reason and keeps its own.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

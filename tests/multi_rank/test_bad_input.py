@@ -1,7 +1,5 @@
 """A run refuses bad input at once: exit code 2, one line per problem, before it reads a weight."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

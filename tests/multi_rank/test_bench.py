@@ -1,7 +1,5 @@
 """The benchmarks run, and give no figure to a side that did not do the reference's work."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`eval.keep_best`: the model of the lowest evaluation loss, whatever happens to its writer."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

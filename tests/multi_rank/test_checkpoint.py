@@ -1,7 +1,5 @@
 """The files of a checkpoint, read without the program that wrote them, and which are kept."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

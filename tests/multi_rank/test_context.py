@@ -1,7 +1,5 @@
 """Rows that ranks share train as plain PyTorch trains records, one at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

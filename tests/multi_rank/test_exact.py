@@ -1,8 +1,6 @@
 """Real runs have the numbers of plain PyTorch in one process, which shares no code with the
 product."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokens per expert are those that plain transformers routes, whatever the mesh."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

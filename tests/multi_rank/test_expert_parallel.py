@@ -1,7 +1,5 @@
 """Experts spread over ranks, few or many, train as plain PyTorch trains them, whatever the mesh."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any, cast

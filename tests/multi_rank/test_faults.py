@@ -1,7 +1,5 @@
 """Disks that fail and ranks that are late while a run saves: each is survived or named."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """The final model of a run, and what `export` makes of its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`make gpu-check` ends whatever a check or an environment does, and passes on a pretended GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Nodes that read a model of the hub have one revision and all its weights before they read one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A router whose second forward breaks ties otherwise changes nothing of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that are killed while a run saves: it resumes with the same numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Loading reads each byte once per copy of the model, into little more memory than it keeps."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Low-precision weights and moments over ranks: the same bits on every mesh, sums of gradients in
 `reduce_dtype`, exact sizes, and resumes to the bit."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

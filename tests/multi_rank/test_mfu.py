@@ -1,7 +1,5 @@
 """The MFU that a run logs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Nodes with disks of their own: each also holds its neighbour's part, and any disk may die."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

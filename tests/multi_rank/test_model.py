@@ -1,7 +1,5 @@
 """The sharded model against plain transformers: what it loads, what it draws, what it holds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of architectures in docs/models.csv says what the code does."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Of a model that sees, the text is trained, and all else in its files comes back to the byte."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`model.new_tokens`: runs with tokens that the source lacks equal a plain loop over a model that
 transformers has resized, whose rows were made by hand; beside adapters with peft's own layers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from datetime import date

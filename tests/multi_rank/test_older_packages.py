@@ -3,8 +3,6 @@
 Each Python that a test starts finds neither.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """An engine that is not transformers opens an exported model, and says the same."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank without memory ends the run with a line that names the keys that shrink it."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,8 +1,6 @@
 """However a step is spread and its memory spent, its numbers are those of plain PyTorch: replicas,
 whole gradients or a reduction in each micro-batch, layers computed again, compiled layers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The bytes of a plan are those that real ranks hold and send."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

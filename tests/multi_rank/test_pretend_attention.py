@@ -1,7 +1,5 @@
 """Attention on a pretended GPU where there is no varlen attention for it: in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The memory of a plan is what a pretended GPU allocates, without contents."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.hollow_plans import BASE, CONFIGS, FULL, NONE, OFFLOAD, SELECTIVE, require_plan
 from helpers.pretended import needs_compiler

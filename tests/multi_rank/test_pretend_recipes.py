@@ -1,7 +1,5 @@
 """The plans of recipes, and of one GPU, are what pretended GPUs allocate for a few layers."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.commands import REPOSITORY
 from helpers.hollow_plans import BASE, CONFIGS, FULL, require_plan

@@ -1,7 +1,5 @@
 """Quantised models: loaded as transformers dequantises them, and exported in bfloat16."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped recipes train tiny models of their architectures with every key as shipped."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

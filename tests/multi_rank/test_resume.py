@@ -1,7 +1,5 @@
 """A run that was killed, or that goes on with other ranks, is the run that nothing happened to."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

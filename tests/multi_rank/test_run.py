@@ -1,7 +1,5 @@
 """One run as its user sees it: its lines, its files and its end."""
 
-from __future__ import annotations
-
 import math
 import os
 import pty

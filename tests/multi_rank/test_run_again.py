@@ -1,8 +1,6 @@
 """The same command again, on what a run has left: from which checkpoint it goes on, what may have
 changed, and what it leaves untouched."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

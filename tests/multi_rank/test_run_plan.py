@@ -1,7 +1,5 @@
 """A run says whether it fits before it loads, refuses what does not, and checks its plan."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import partial

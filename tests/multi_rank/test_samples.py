@@ -1,7 +1,5 @@
 """Held-out prompts are answered as `generate` answers them, token by token, on every mesh."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs on several sources and named evaluation sets, from the command line."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

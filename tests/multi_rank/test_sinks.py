@@ -1,7 +1,5 @@
 """TensorBoard, Weights & Biases and the profiler beside a run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

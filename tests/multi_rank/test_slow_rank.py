@@ -1,7 +1,5 @@
 """The rank that the others wait for is named, with what it does meanwhile."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

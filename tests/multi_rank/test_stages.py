@@ -1,8 +1,6 @@
 """Stages of layers: the numbers are those of plain PyTorch, in any mesh, before and after a resume
 on another one; beside every other setting, the steps and the files of a run without stages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

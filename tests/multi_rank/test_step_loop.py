@@ -1,7 +1,5 @@
 """Ranks collect garbage at the same time, and ask the device for numbers once a step."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """`export.every_steps` and `export.command`: models of steps, and what a user's command says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Experts and MLPs in tiles have plain PyTorch's gradients, however few a rank's tokens are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that tokenize: the workers of a run, and several runs at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Make each message of torch happen that docs/troubleshooting.md quotes."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import os

@@ -1,7 +1,5 @@
 """Nodes that do not share run.dir: each has its own folder, and run.dir is a relative path."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """A run gives its source back: its tensors by name, shape and dtype, and the files beside them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

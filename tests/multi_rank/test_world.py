@@ -1,7 +1,5 @@
 """How ranks agree, and that none is left waiting when another cannot go on."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

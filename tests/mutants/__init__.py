@@ -1,7 +1,5 @@
 """Small wrong edits of the code, as data, and the tests that must notice each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

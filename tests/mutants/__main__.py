@@ -3,8 +3,6 @@
 Each edit is made in a copy of the tracked files of its own, where its tests run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

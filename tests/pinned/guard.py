@@ -1,8 +1,6 @@
 """Note what tests may not touch: what commands leave in the checkout, and files that they write in
 it. It runs in each process and at each open, so it imports no pathlib."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests find on any machine: the dtypes of its CPU, its cores and its memory."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,8 +1,6 @@
 """Pin and watch each process of the tests: Python runs this when it begins, since PYTHONPATH has
 the folder first (helpers/pinned.py). Then run the next `sitecustomize` of that path, a fault's."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.machinery import PathFinder

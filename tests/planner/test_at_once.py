@@ -1,7 +1,5 @@
 """Several results at the same time: each in a process of its own but the last."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from functools import partial

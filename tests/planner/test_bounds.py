@@ -1,7 +1,5 @@
 """Bounds of a plan by the shapes of parameters alone."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The planned length of a run is the run's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

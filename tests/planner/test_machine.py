@@ -1,7 +1,5 @@
 """What a plan assumes of the card: its rates, the memory that it takes itself, and the money."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A row of the table, `--config`, the API and a run plan the same mesh alike."""
 
-from __future__ import annotations
-
 import random
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict

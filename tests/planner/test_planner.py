@@ -1,7 +1,5 @@
 """The planner: what a cut model shows of a whole one, and what a plan says."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

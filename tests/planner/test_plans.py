@@ -1,7 +1,5 @@
 """The plans of GLM-4.5-Air that docs/planner.md quotes, and those of long rows."""
 
-from __future__ import annotations
-
 import json
 import re
 

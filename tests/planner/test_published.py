@@ -1,7 +1,5 @@
 """Plans of published models and of runs that others measured."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The search of the fastest mesh that fits: by arithmetic, then by at most four simulations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A simulated step: where it runs in tiles, and what need not be tried again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

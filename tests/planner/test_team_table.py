@@ -1,7 +1,5 @@
 """`shardtune plan` as advice: what a team could train, and what it refuses before torch is read."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The tracker counts as PyTorch's own does, and short rows show what long ones take."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of verdicts in docs/planner.md is what the code computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

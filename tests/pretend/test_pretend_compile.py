@@ -1,7 +1,5 @@
 """Layers of a run on pretended GPUs: compiled where the GPU can, else eager, said once."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

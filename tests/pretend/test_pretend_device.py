@@ -1,7 +1,5 @@
 """The pretended GPU refuses what a GPU would, and tells waits and memory as one does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

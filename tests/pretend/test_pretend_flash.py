@@ -1,7 +1,5 @@
 """FlashAttention 3 on a pretended GPU, with stand-ins for its package."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

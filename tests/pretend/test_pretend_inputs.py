@@ -1,7 +1,5 @@
 """Layers' inputs in host memory: the same bits as without, and less memory on the GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The launch script, with its preflight, on pretended GPUs: what a user types on a node."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

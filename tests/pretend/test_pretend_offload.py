@@ -1,7 +1,5 @@
 """States in host memory: the numbers and the checkpoints of a run without them, to the bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

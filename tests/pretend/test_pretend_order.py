@@ -1,7 +1,5 @@
 """The order of collectives on a GPU: each layer is gathered while the one before it computes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Windows, sinks and states on pretended GPUs: the CPU's numbers within bfloat16's rounding."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

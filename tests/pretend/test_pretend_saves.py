@@ -1,7 +1,5 @@
 """Saves of a GPU's tensors, whose copies land as late as a GPU may make them."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Runs on pretended GPUs have the CPU's numbers within bfloat16, resume to the bit, and wait for
 the GPU once a step."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

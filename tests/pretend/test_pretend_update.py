@@ -1,7 +1,5 @@
 """On pretended GPUs: the gradient norm, an update that cannot be compiled, a loss that is."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

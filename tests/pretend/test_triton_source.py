@@ -4,8 +4,6 @@ The project's own functions and a layer with experts go through Inductor and Tri
 which no GPU runs here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -27,8 +27,6 @@ Any command, with N GPUs in all of its processes (needs g++; the first time take
     python -m tests.pretend_gpu --gpus 1 --gb 80 python -m some.module
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -3,8 +3,6 @@
 python -m tests.pretend_gpu --gpus N [--gb GB] COMMAND ...
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

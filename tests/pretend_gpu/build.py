@@ -1,7 +1,5 @@
 """Build the device once for each version of PyTorch and of its source."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import shutil

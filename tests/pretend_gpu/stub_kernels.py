@@ -5,8 +5,6 @@ transformers/cuda/flash_attn/flash_api.cpp (mha_varlen_fwd), native/GroupedMMUti
 native/cuda/GroupMMCommon.cuh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

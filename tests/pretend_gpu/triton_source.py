@@ -4,8 +4,6 @@ On a pretended GPU whose large tensors have no contents: Inductor's code calls i
 is compiled for sm_90 and not run. Needs Triton, whose wheel has NVIDIA's assembler.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The places at which the host waits for the device."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

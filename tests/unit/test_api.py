@@ -1,7 +1,5 @@
 """What stays from Python: `shardtune.read_run` and `shardtune.plan`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

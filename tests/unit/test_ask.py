@@ -1,7 +1,5 @@
 """`shardtune ask` and examples/ask.py answer as the models would, with the run's options."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

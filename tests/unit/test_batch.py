@@ -1,7 +1,5 @@
 """The tensors that a model gets for the documents of a micro-batch."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

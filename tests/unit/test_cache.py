@@ -1,7 +1,5 @@
 """The cache of tokenized data."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

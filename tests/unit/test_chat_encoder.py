@@ -1,7 +1,5 @@
 """The trained tokens of conversations, most in tests/data/chat/cases.yaml, and of plain texts."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

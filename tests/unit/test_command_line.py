@@ -1,7 +1,5 @@
 """`shardtune COMMAND`: exit codes, lines, signals and garbage of every command."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What is compiled and what checkpointing keeps, and that the rest runs eager, said once."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

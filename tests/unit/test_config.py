@@ -1,7 +1,5 @@
 """Reading a configuration: the values that are accepted, and the message of each refusal."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

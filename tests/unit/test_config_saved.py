@@ -1,7 +1,5 @@
 """Configurations in files, written, read again and shipped, and what a resume says of them."""
 
-from __future__ import annotations
-
 import logging
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Dockerfile, kubernetes.yaml and skypilot.yaml, as far as no container engine is needed."""
 
-from __future__ import annotations
-
 import tomllib
 
 import kubernetes_validate

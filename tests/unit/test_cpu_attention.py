@@ -1,7 +1,5 @@
 """Attention by tiles on a CPU equals plain attention, one document at a time, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

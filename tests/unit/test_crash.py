@@ -1,7 +1,5 @@
 """Crashes of a machine that saves: the run resumes from every state that POSIX allows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Damaged checkpoints: `verify` and a start name the damage, and the one before is taken."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

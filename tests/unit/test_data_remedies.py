@@ -1,7 +1,5 @@
 """What is said of data that cannot be read or stands twice works when it is followed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

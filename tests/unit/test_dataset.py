@@ -1,7 +1,5 @@
 """The sequences that a run makes of its records, and the lines that tell of them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

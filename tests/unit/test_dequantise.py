@@ -1,7 +1,5 @@
 """Boxes of quantised tensors against transformers' own dequantisation, and what is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

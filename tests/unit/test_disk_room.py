@@ -1,7 +1,5 @@
 """Whether a run's disks have room for what it writes, and what a start deletes there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

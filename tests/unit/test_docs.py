@@ -1,7 +1,5 @@
 """The pages of README.md and docs/: links, paths, examples, descriptions; the site; the demo."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -1,7 +1,5 @@
 """The environment of a launch: its defaults, the problems of a node, NCCL's flight recorder."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """`export`: what it refuses, its README.md, and that its folder is whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The facts of config.json are those of the model on meta, wherever both know a thing."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model FLOPs equal PyTorch's own count of the operations that ran."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Marks, calls, thoughts and options in records are read as they are meant, or refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

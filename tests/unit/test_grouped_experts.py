@@ -1,7 +1,5 @@
 """Stacked experts: outputs and gradients, what is compiled of them, and how they are spread."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Files of a hub model: which are fetched, and what a node does that cannot reach the hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

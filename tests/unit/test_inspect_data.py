@@ -1,7 +1,5 @@
 """`inspect-data`: which tokens of real records are trained, as text, as a page and by step."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Published figures of GPUs, which kernel an operator launches there, and how long it takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

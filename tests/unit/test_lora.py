@@ -1,7 +1,5 @@
 """Adapters of every layout compute what peft computes, in training and from both exports."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

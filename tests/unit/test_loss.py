@@ -1,7 +1,5 @@
 """The loss head equals plain PyTorch in loss and gradients."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory that processes may take, and the advice where it does not suffice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lists of wrong edits fit the code, so that `make mutants` can try each."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

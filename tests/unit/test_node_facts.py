@@ -1,7 +1,5 @@
 """The facts of a node and its GPUs, what the preflight makes of those of several."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

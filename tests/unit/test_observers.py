@@ -1,7 +1,5 @@
 """What observers of steps say: lines with their speed, spikes of the loss, the slowest rank."""
 
-from __future__ import annotations
-
 import random
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What an older PyTorch or transformers lacks is given to each process that uses it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Stochastic rounding, moments of 8 bits, the update against PyTorch's, groups, rates and norms."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """The order of data, a function of seed, epoch and lengths, and the rows that sequences share."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

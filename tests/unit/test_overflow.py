@@ -1,7 +1,5 @@
 """Sequences that are longer than a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What machines decide and commands left no test finds; each long test is in one of six parts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The thread that makes the batches of the coming steps."""
 
-from __future__ import annotations
-
 import threading
 import time
 import traceback

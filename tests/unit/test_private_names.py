@@ -2,8 +2,6 @@
 pinned versions, and the code uses no others.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

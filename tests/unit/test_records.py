@@ -1,7 +1,5 @@
 """Valid records, and the messages about broken ones."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

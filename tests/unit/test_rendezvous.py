@@ -1,7 +1,5 @@
 """How agents find one another and stay connected, in one process over real sockets of loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """`shardtune report` and `watch`: runs that are whole, unfinished, broken and several."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """What stays unsharded between micro-batches is decided once, by the plan."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardtune.training.states.reshard import KeptBytes, ReshardPolicy, decide

@@ -1,7 +1,5 @@
 """Who imports whom, and what one place decides: what a run is, and what a model is made of."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from graphlib import TopologicalSorter

@@ -1,7 +1,5 @@
 """How a run stands after a step: a signal, an evaluation and the last step decide."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

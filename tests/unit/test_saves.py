@@ -1,7 +1,5 @@
 """Saves: whose slices are whose, copies while training goes on, commits of all files or none."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The steps of a run, which rank gets which rows, and how often an epoch uses each record."""
 
-from __future__ import annotations
-
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A trial of attention and of a small copy tells documents apart; the tiny model of a rehearsal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

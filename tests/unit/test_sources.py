@@ -1,7 +1,5 @@
 """How records are read, from which files, and in which order."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Layers that keep a state, windows and sinks: a flat row is its documents, each alone."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values left for others, in the launcher's store and in run.dir."""
 
-from __future__ import annotations
-
 import random
 
 import torch.distributed as dist

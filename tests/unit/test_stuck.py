@@ -1,7 +1,5 @@
 """Which rank node 0's agent takes for stuck, and its judgement of an attempt."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

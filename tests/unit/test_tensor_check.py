@@ -1,7 +1,5 @@
 """Models, meshes and optimizers that parallel.tensor, context and stages refuse."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """A model that sees is built without its towers, and its export has the names of its files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows of tokens are trained as they are, other forms of records as the messages that they mean."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

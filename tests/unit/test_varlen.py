@@ -1,7 +1,5 @@
 """Where varlen attention serves, and that it is given what it needs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, ClassVar
 

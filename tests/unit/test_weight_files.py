@@ -1,7 +1,5 @@
 """Stored weights: boxes, stacks, digests that know them in any files, and drawn ones."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ dense MLP. It takes the names in `target_parameters` as they are.
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 On rank 0's disk `.best.writing` becomes `best`; meanwhile the previous `best` is `.best.old`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """The files of an exported model and what each tensor in them is made of."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -3,8 +3,6 @@
 The command `export` does it in one process, and a run at its end on all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

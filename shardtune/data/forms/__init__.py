@@ -3,8 +3,6 @@
 `data.columns` has the data's names of our fields; a form that is unknown gets a proposal for it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Alpaca's records: `instruction` and `output`, a question and its answer behind `history`."""
 
-from __future__ import annotations
-
 from shardtune.data.records import Conversation, Fields, require
 
 FIELDS = ("instruction", "output")

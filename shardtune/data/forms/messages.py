@@ -1,7 +1,5 @@
 """Records with `messages`, turns of role and content."""
 
-from __future__ import annotations
-
 from shardtune.data.forms.turns import has_turns, read_turns
 from shardtune.data.records import Conversation, Fields, Outcome, RecordError
 

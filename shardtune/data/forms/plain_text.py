@@ -1,7 +1,5 @@
 """Records with `text`, all of which is trained."""
 
-from __future__ import annotations
-
 from shardtune.data.records import Fields, Text
 
 FIELDS = ("text",)

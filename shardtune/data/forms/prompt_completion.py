@@ -1,7 +1,5 @@
 """Records with `prompt` and `completion`, two texts or two lists of messages."""
 
-from __future__ import annotations
-
 from shardtune.data.forms.turns import has_turns, read_turns
 from shardtune.data.records import Conversation, Fields, Outcome, Text, from_json, parsed
 

@@ -1,7 +1,5 @@
 """ShareGPT's records: `conversations`, turns of from and value."""
 
-from __future__ import annotations
-
 from shardtune.data.forms.turns import CALLS, read_turns
 from shardtune.data.records import Conversation, Fields, Message, RecordError, require
 from shardtune.errors import first_few

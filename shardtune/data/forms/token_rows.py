@@ -1,7 +1,5 @@
 """Records that are tokens already: which of them are trained, as other tools write it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

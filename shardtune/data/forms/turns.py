@@ -3,8 +3,6 @@
 The mark of a trained turn has many names, and a call several forms; here each becomes one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

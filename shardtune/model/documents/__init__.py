@@ -3,8 +3,6 @@
 Attention looks the documents up here, since models do not hand unknown arguments down to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -14,8 +14,6 @@ both behind the same operators. Version 3 is for GPUs of compute capability 9 an
 adds up in one order only for heads that are narrow enough, and builds of early 2025 never do.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

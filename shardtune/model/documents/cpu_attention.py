@@ -12,8 +12,6 @@ A whole row is one operator: selective checkpointing keeps its output, and fake 
 through every tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read the facts of a model from config.json alone, before torch is imported for seconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

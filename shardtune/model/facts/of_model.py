@@ -1,7 +1,5 @@
 """Read the facts of a model on meta: its shapes, and transformers' plans of its architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

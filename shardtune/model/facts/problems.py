@@ -4,8 +4,6 @@
 with those of the model on meta all that shapes show; `trial` computes.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Iterator
 from math import gcd

@@ -4,8 +4,6 @@ The copy computes whole, and cut as the run cuts the model: into documents, stag
 matrices. Where no copy can be built, the trial on the weights decides alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.metadata

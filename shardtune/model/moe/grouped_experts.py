@@ -7,8 +7,6 @@ On GPUs `gathering_forward` replaces transformers' forward, which sums the gradi
 copies in any order (compiled: atomic additions in bfloat16), so that no step would repeat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast

@@ -6,8 +6,6 @@ Spread experts stay where they are, and tokens travel: each rank of an `expert` 
 the same experts, `expert_shard` and `replicate`, are an FSDP group of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, cast
 

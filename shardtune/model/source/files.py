@@ -1,7 +1,5 @@
 """Read the configuration behind `model.path`, and fetch a hub model's files, before any weight."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

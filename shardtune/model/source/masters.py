@@ -1,7 +1,5 @@
 """Master weights on their way to host memory, while the device keeps the weights rounded."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

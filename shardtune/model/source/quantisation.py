@@ -1,7 +1,5 @@
 """How a config.json says that weights are quantised. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A quantised tensor stands for a `StoredTensor`: only the bytes of a slice are re
 in pieces, so that a rank holds its share of the model and one piece.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from abc import ABC, abstractmethod

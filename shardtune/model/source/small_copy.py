@@ -1,7 +1,5 @@
 """A small copy of an architecture, for a trial before the weights are there."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -5,8 +5,6 @@ the names of the files. Its towers for images and sound are left out, since no t
 an export copies their tensors from the source.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

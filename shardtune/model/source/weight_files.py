@@ -4,8 +4,6 @@ The digest says whether two models are the same. Nothing here imports torch, so 
 launch can compare their nodes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The figures of a plan: memory by cause, bytes by collective, and kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from enum import StrEnum
 from typing import NamedTuple

@@ -12,8 +12,6 @@ of a card's published peaks that large kernels reach:
 - exchanges of tokens inside a node: 350 of the 450 GB/s of H100's NVLink, and gathers 330.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

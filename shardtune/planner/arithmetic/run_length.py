@@ -1,7 +1,5 @@
 """Estimate the steps and tokens of a run from its data, where this machine has it."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import sys

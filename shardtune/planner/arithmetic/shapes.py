@@ -3,8 +3,6 @@
 A simulated step takes seconds, the arithmetic less than a millisecond once shapes are read.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Bytes of a checkpoint, and host memory of a node for loading and saving."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple

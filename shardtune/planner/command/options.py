@@ -1,7 +1,5 @@
 """The arguments of `shardtune plan`, and checks of them without the seconds of importing torch."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """`shardtune plan`: plan a run from its configuration and the model's config.json."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """A table of the trainings of one or more models that fit on each number of nodes."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence

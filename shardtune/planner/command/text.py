@@ -1,7 +1,5 @@
 """A plan in words and tables, for a terminal and for the log of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.cards import CARDS

@@ -1,7 +1,5 @@
 """Call several functions at the same time, each in a process of its own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections import deque

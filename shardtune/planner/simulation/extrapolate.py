@@ -3,8 +3,6 @@
 Each part of a step grows by the same bytes with each further period of layers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ An operator counts as one kernel, which reads each of its inputs and writes each
 once. A few operators launch more kernels (a sort, fused AdamW over many tensors).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Add the optimizer's state and update to a simulated step's peaks, or bound them by shapes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run a step of the real model on fake tensors, as one rank of any world, and measure it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ All tokens of a step's forwards count, on all ranks; layers that are computed ag
 count nothing. The counts reach the host with the step's other numbers, without a further wait.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Profile some steps on each rank: a trace, and the seconds of each phase."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Log the line of each step, write its object to `metrics.jsonl`, and name spikes of the loss."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from statistics import median

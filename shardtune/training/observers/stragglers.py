@@ -8,8 +8,6 @@ A host too slow to feed its GPU counts as its rank's own time. A slow network ma
 alike, so that no rank is named.
 """
 
-from __future__ import annotations
-
 import socket
 from collections import Counter
 from collections.abc import Sequence

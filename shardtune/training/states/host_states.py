@@ -6,8 +6,6 @@ Kernels and numbers equal those of a run without offload. Gradients leave the de
 leaves a layer.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ one part. As a backward leaves a layer, gradients go to the owners of their part
 update the new weights come back: one message for a layer each time, two if its experts are spread.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

@@ -17,8 +17,6 @@ not copied at all (`sharding.shard`). Freed groups are gathered again a layer ah
 (`fsdp_groups.gather_ahead`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

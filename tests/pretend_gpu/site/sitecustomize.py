@@ -1,8 +1,6 @@
 """Give this process its pretended GPUs when it imports torch. Python runs this at its start, since
 `python -m tests.pretend_gpu` has put the folder on PYTHONPATH."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import os
