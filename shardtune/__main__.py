@@ -80,9 +80,21 @@ def _train(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.report.arguments import add_arguments
-
-    add_arguments(parser)
+    add = parser.add_argument
+    add("--config", required=True, type=Path, metavar="FILE", help="the run's configuration")
+    records_help = "show the first N records of data.train (default: 3; all of them with --json)"
+    add("--records", type=int, metavar="N", help=records_help)
+    step_help = "show what the run in run.dir trains in step N instead"
+    add("--step", type=int, metavar="N", help=step_help)
+    json_help = (
+        "one object a line per sequence, before packing: "
+        '{"record": n, "input_ids": [...], "trained": [...], "place": "FILE:LINE"}'
+    )
+    add("--json", action="store_true", help=json_help)
+    html_help = "write a page of the first records instead, with trained text in colour"
+    add("--html", type=Path, metavar="FILE", help=html_help)
+    assignments_help = "override the configuration"
+    add("assignments", nargs="*", metavar="section.key=value", help=assignments_help)
     options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
     if options.records is not None and options.records < 0:
         parser.error(f"--records {options.records} is less than 0")

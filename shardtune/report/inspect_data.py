@@ -28,8 +28,8 @@ from shardtune.data.dataset import (
 )
 from shardtune.data.sources import read_records
 from shardtune.log import logger, quiet_libraries
-from shardtune.report.arguments import RECORDS_IN_PICTURE
 
+_RECORDS_IN_PICTURE = 3
 _COLOURED = ("\033[1;32m", "\033[0m")
 _BRACKETED = ("⟦", "⟧")
 _BETWEEN_TOKENS = "│"
@@ -56,7 +56,7 @@ def inspect_data(
         UserError: a wrong configuration, no tokenizer, broken data.
     """
     config, encoder, prepared = tokenized(config_path, assignments)
-    n_shown = n_records if n_records is not None or as_json else RECORDS_IN_PICTURE
+    n_shown = n_records if n_records is not None or as_json else _RECORDS_IN_PICTURE
     for shown in sequences(config.data, prepared.train, n_shown):
         record, place, source, tokens, trained, weights = shown
         if as_json:
