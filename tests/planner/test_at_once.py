@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from functools import partial
 
 import pytest
@@ -42,14 +43,21 @@ def test_what_fails_in_a_fork_fails_or_works_here(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_result_may_be_used_by_the_next_function_but_one():
-    """Two functions run at a time; each result comes in its turn."""
-    taken: list[int] = []
-    results = in_turn([lambda: (os.getpid(), len(taken))] * 4)
-    for number, (pid, known) in enumerate(results):
-        assert pid != HERE and known == max(0, number - 1)
-        taken.append(pid)
-    assert len({*taken}) == 4
+def test_two_functions_run_at_a_time_and_each_result_comes_in_its_turn(tmp_path):
+    """The third begins when the second has ended, while the first runs."""
+    begun = tmp_path / "third"
+
+    def wait_for_the_third() -> int:
+        while not begun.exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    def begin_third() -> int:
+        begun.touch()
+        return os.getpid()
+
+    pids = [*in_turn([wait_for_the_third, os.getpid, begin_third, os.getpid])]
+    assert len({*pids, HERE}) == 5
 
     def work_here_alone() -> str:
         return "done" if os.getpid() == HERE else os._exit(3)

@@ -30,7 +30,7 @@ from shardtune.planner.mesh import ADAPTERS, as_arguments, mesh_arguments, value
 from shardtune.planner.plan import Estimate, Plan
 from shardtune.planner.search import Say, Search
 from shardtune.planner.simulation.at_once import in_turn
-from shardtune.planner.simulation.extrapolate import Known, Simulations
+from shardtune.planner.simulation.extrapolate import Simulations
 from shardtune.units import gb
 
 _ROWS = 32  # the fewest rows of a step
@@ -78,8 +78,7 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     say(f"simulating steps for {len(questions)} rows, two rows at a time")
     asked = zip(questions, may_fit, strict=True)
     simulated = in_turn([partial(_simulated, head_about, *each) for each in asked])
-    for question, (line, is_found, notes, known) in zip(questions, simulated, strict=True):
-        question.search.simulations.measured |= known
+    for question, (line, is_found, notes) in zip(questions, simulated, strict=True):
         fits |= is_found
         print(line, flush=True)
         lines += notes
@@ -93,12 +92,12 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
 
 def _simulated(
     head: Sequence[str], question: _Question, may_fit: bool
-) -> tuple[str, bool, list[str], Known]:
-    """Return the row of the fastest run, whether one fits, its notes, and what was simulated."""
+) -> tuple[str, bool, list[str]]:
+    """Return the row of the fastest run, whether one fits, and its notes."""
     search = question.search
     plan = search.fastest() if may_fit else None
     notes = [*_notes(question, plan, search.fallen)]
-    return _line(head, question, plan), plan is not None, notes, search.simulations.measured
+    return _line(head, question, plan), plan is not None, notes
 
 
 def _notes(question: _Question, plan: Plan | None, fallen: Sequence[Plan]) -> Iterator[str]:

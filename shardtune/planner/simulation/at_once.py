@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch
@@ -36,22 +37,26 @@ def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def in_turn(works: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """Call functions as `at_once` does, but two at a time, and yield each result in its turn.
+    """Call functions as `at_once` does, but two at a time, and yield each result in its turn."""
+    left, begun = iter(works), deque[tuple[Callable[[], T], Child | None]]()
 
-    A third one begins once the caller has taken the first one's result, so it may build on that.
-    """
-    left, running = iter(works), deque[tuple[Callable[[], T], Child | None]]()
+    def running() -> list[Child]:
+        return [child for _, child in begun if child and not child.pipe.poll()]
+
     try:
         while True:
-            running += [(work, _fork(work)) for work in islice(left, 2 - len(running))]
-            if not running:
+            begun += [(work, _fork(work)) for work in islice(left, 2 - len(running()))]
+            if not begun:
                 return
-            work, child = running[0]
+            work, child = begun[0]
+            if child in (unfinished := running()):
+                wait([each.pipe for each in unfinished])
+                continue
             result = _result(child)
             yield work() if result is _UNDONE else result
-            _end(running.popleft()[1])
+            _end(begun.popleft()[1])
     finally:
-        for _, child in running:
+        for _, child in begun:
             _end(child)
 
 

@@ -25,15 +25,12 @@ from shardtune.planner.simulation.simulate import Measured, Step, simulate
 _FEWEST_LAYERS = 4
 
 
-Known = dict[Hashable, Measured]
-
-
 class Simulations:
     """The measured steps of one model. Settings that make the same step are simulated once."""
 
     def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
         self.model_config, self._imbalance = model_config, imbalance
-        self.measured: Known = {}
+        self.measured: dict[Hashable, Measured] = {}
         self._facts: dict[str, ModelFacts] = {}  # by the adapters
 
     def facts(self, config: Config, layout: Layout) -> ModelFacts:
