@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from distTest.gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require, result_path
-from distTest.gpu_check.runs import Run, save_model, train, work_folder, write_rows
+from distTest.gpu_check.training import Run, save_model, train, work_folder, write_rows
 from distTest.workloads.shapes import slice_of
 from shardtune.config_io import load_config
 from shardtune.distributed.compiling import can_compile

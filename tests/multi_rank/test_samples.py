@@ -20,7 +20,7 @@ from shardtune.log import quoted
 from shardtune.model.loss import predicted_logits
 from shardtune.report.read_run import read_run
 from shardtune.training import evaluate
-from shardtune.training.prompts import Prompt, choose_prompts
+from shardtune.training.evaluate import Prompt, choose_prompts
 
 TOKENS = 6
 SAMPLES = 3

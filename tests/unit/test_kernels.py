@@ -10,7 +10,7 @@ from shardtune.cards import CARDS, card_named, card_of
 from shardtune.errors import UserError
 from shardtune.planner.arithmetic.figures import Kernel, Kind
 from shardtune.planner.arithmetic.machine import LAUNCH_S, gpu_of, seconds, with_gathers
-from shardtune.planner.simulation.kernel_costs import kernel_of
+from shardtune.planner.simulation.tracker import kernel_of
 
 aten = torch.ops.aten
 H100, H200 = gpu_of(CARDS["H100"]), gpu_of(CARDS["H200"])

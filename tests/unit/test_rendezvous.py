@@ -14,7 +14,7 @@ import pytest
 from helpers.commands import a_free_port
 from helpers.documented import require_error_line
 
-from shardtune.cluster import connectivity, control, rendezvous
+from shardtune.cluster import control, preflight, rendezvous
 from shardtune.cluster.control import Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
 from shardtune.cluster.rendezvous import NotFound, meet, say_hello
@@ -279,10 +279,10 @@ async def test_trouble_on_the_way_to_another_node_is_named_on_both(
     answered: int | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends back only so many messages. The other node hears of it too."""
-    monkeypatch.setattr(connectivity, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(preflight, "_TIMEOUT_S", 0.5)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for size in connectivity._SIZES[:answered]:
+        for size in preflight._SIZES[:answered]:
             writer.write(await reader.readexactly(size))
         await reader.read(-1)
         writer.close()
@@ -292,7 +292,7 @@ async def test_trouble_on_the_way_to_another_node_is_named_on_both(
         port = other.sockets[0].getsockname()[1]
         if answered is None:
             other.close()
-        trying = refusal(connectivity.require_paths(first, node(0, "29600")))
+        trying = refusal(preflight.require_paths(first, node(0, "29600")))
         line = asyncio.create_task(trying)
         await second.gather("", {"ip": "127.0.0.1", "port": port, "mtu": "lo 1500"}, 9)
         assert await refusal(second.gather("", {}, 9)) == await line
@@ -304,7 +304,7 @@ async def test_the_way_between_two_nodes_is_tried_with_real_messages() -> None:
     async with two_that_have_met() as controls:
         await asyncio.gather(
             *(
-                connectivity.require_paths(each, node(number, "29600"))
+                preflight.require_paths(each, node(number, "29600"))
                 for number, each in enumerate(controls)
             )
         )
