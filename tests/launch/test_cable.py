@@ -96,7 +96,6 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
             ],
         ),
         ("tied llama", [[4], [1, "lora.rank=4"]]),
-        ("llama", [[1]]),
     ],
 )
 def test_a_cable_carries_the_planned_bytes(family, meshes, tmp_path):

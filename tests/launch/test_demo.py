@@ -1,10 +1,10 @@
-"""`make demo` as it stands: what it writes, and that it learns what README.md shows."""
+"""`make demo` as it stands, with a tiny model: what it says and writes."""
 
 import re
 
 import pytest
 from helpers.commands import REPOSITORY
-from helpers.documented import blocks, run
+from helpers.documented import run
 
 pytestmark = pytest.mark.full
 EXACT = re.compile(
@@ -18,7 +18,6 @@ def demo(settings: str, timeout_s: float = 400) -> str:
 
 
 def test_make_demo_trains_asks_and_reports(tmp_path, models):
-    """With a tiny model, as in one that another test has the real weights."""
     run_dir = tmp_path / "demo"
     two = (REPOSITORY / "examples/chats/short_eval.jsonl").read_text("utf-8").splitlines()[:2]
     (tmp_path / "two.jsonl").write_text("\n".join(two), encoding="utf-8")
@@ -34,21 +33,3 @@ def test_make_demo_trains_asks_and_reports(tmp_path, models):
     assert f"Report: {run_dir}/report.html" in said.splitlines()[-2:]  # make may have the last word
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert {'id="loss"', 'id="perplexity"', 'id="speed"'} <= set(re.findall(r'id="\w+"', page))
-
-
-@pytest.mark.timeout(1800)
-def test_the_demo_learns_what_the_readme_shows(tmp_path):
-    """In float32, whose figures the page has; a CPU with bfloat16 rounds more."""
-    settings = f"RUN={tmp_path / 'demo'} DEMO_ARGS=model.compute_dtype=float32"
-    said = demo(settings, timeout_s=1500)
-    before, after = (
-        float(re.findall(rf"^{name} Perplexity: ([\d.]+) ", said, re.MULTILINE)[0])
-        for name in ("Baseline", "Eval")
-    )
-    assert after < 0.7 * before
-    (transcript,) = [text for text in blocks("text") if text.startswith("Baseline Perplexity: ")]
-    shown = float(re.findall(r"^Eval Perplexity: ([\d.]+) ", transcript, re.MULTILINE)[0])
-    assert after == pytest.approx(shown, rel=0.05), "another CPU rounds otherwise, by less"
-    (matches,), (shown_matches,) = (EXACT.findall(text) for text in (said, transcript))
-    assert matches[:2] == shown_matches[:2]
-    assert abs(int(matches[2]) - int(shown_matches[2])) <= 6, "which answers it knows may differ"

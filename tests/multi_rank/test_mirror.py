@@ -36,11 +36,11 @@ POINTS = {
     "writes its file": ("write", "*/.checkpoint_0000006.*/rank_*", [1]),
     "writes the manifest": ("open", "*/.checkpoint_0000006.*/manifest.json", [0]),
     "completes": ("fsync", "*/.checkpoint_0000006.*/COMPLETE", [1]),
-    "commits": ("rename", "*/.checkpoint_0000006.*", [0, 1]),
+    "commits": ("rename", "*/.checkpoint_0000006.*", [0]),
     "opens a copy": ("open", COPY, [0]),
     "writes a copy": ("write", COPY, [1]),
     "syncs a copy": ("fsync", COPY, [0]),
-    "names a copy": ("rename", COPY, [0, 1]),
+    "names a copy": ("rename", COPY, [1]),
     "gets the metrics": ("open", "*/metrics.tmp", [1]),  # of node 0
     "deletes the oldest": ("unlink", "*/.checkpoint_*.deleting/*", [0]),
 }

@@ -16,15 +16,13 @@ from benchmarks.models import COLUMNS, DISTANCES, MESHES, TABLE, Row, architectu
 SINKS = ["gpt_oss"]
 GROUPS = [
     [
-        "deepseek_v4",  # keys that are not tokens
         "llama4_text",  # a mask in chunks, and layers that hand on more than hidden states
-        "falcon_h1",  # a state beside attention in a layer
         "lfm2_moe",  # convolutions
+        "gemma2",  # capped scores
     ],
     [
         "qwen3_5_moe",  # experts with a state
         "moss_transcribe_diarize",  # hidden positions
-        "gemma2",  # capped scores
         "mamba2",  # no attention
     ],
 ]

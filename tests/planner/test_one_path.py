@@ -31,7 +31,6 @@ def options_of(*arguments: str) -> Namespace:
     ("name", "values"),
     [  # ranks that share rows, spread experts, and frozen weights
         ("llama", {"parallel.context": 2, "model.activation_checkpointing": "full"}),
-        pytest.param("glm", {}, marks=pytest.mark.full),
         pytest.param("glm", {"lora.rank": 4}, marks=pytest.mark.full),
     ],
 )

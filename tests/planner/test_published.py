@@ -68,7 +68,6 @@ EXPERTS = "parallel.expert=8"
 SHAPES = {
     "gpt-oss-120b": (1, 117, EXPERTS),  # sinks and windows
     "deepseek-v3": (16, 671, EXPERTS),  # latent attention
-    "gemma-4-26b-a4b": (1, 25, EXPERTS),  # heads that differ from layer to layer
     "qwen3.5-35b-a3b": (1, 35, EXPERTS),  # layers with a state
 }
 

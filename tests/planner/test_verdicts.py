@@ -8,7 +8,6 @@ from benchmarks.plans import CONFIGS, PAGE, VERDICTS, verdict_row
 
 # The others are written by `python -m benchmarks plans` alone.
 CHECKED = {
-    3: "spread experts of low precision",
     5: "states in host memory",
     8: "adapters",
     9: "a dense model",

@@ -263,7 +263,7 @@ def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
 
 
 @pytest.mark.full
-@LOW_PRECISION
+@pytest.mark.parametrize(("dtype", "eight_bit"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, monkeypatch):
     monkeypatch.setattr(sharded_optimizer, "_COMPILED_PIECE", 9000)
     torch._dynamo.reset()
