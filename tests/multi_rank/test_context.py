@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.built import build_model
 from helpers.commands import finish, read_metrics
-from helpers.exact import APART, COMPILED, FULL, NONE, SELECTIVE, Mesh
+from helpers.exact import APART, FULL, NONE, SELECTIVE, Mesh
 from helpers.plain_training import (
     assert_same_steps,
     encode,
@@ -33,7 +33,7 @@ CASES: list[Case] = [
 ]
 MATRIX: list[Case] = [  # each mesh and kind of attention once
     ("llama_with_biases", Mesh(2, tensor=2), Mesh(4, tensor=2), [FULL]),
-    ("llama_of_4", Mesh(4, tensor=4), Mesh(4, tensor=2), [COMPILED, NONE]),
+    ("llama_of_4", Mesh(4, tensor=4), Mesh(4, tensor=2), [NONE]),
     ("tied_llama", Mesh(4, tensor=2), Mesh(2, context=2), [FULL]),
     ("qwen3", Mesh(4, replicate=2, tensor=2), Mesh(2), [APART]),
     ("qwen3_moe", Mesh(8, 2, 2, 2, tensor=2), Mesh(2, tensor=2), [NONE]),

@@ -75,7 +75,6 @@ def test_a_cut_model_ends_as_the_whole_one_does(kinds, expected):
             for case in (
                 (THREE_DENSE, ["parallel.expert=4"]),
                 (GLM, ["lora.rank=8", "model.activation_checkpointing=selective"]),
-                (LLAMA, ["model.master_dtype=bfloat16", "train.gradient_accumulation_steps=1"]),
                 (DEEP, ["model.activation_checkpointing=none"]),
             )
         ),
