@@ -51,7 +51,7 @@ def test_every_sync_and_every_rename_is_needed(ranks, disks, judges):
     """Except those that a later sync repeats, and those of other disks' copies of assets.
 
     The first start has no metrics yet, and its sync of their name is repeated by that of
-    `checkpoints`. With two disks every other one of the second is tried: the first is as an only one.
+    `checkpoints`. Of two disks every other sync of the second is tried: the first is as one alone.
     """
     judge = judges(ranks, disks)
     operations = judge.recording.operations
