@@ -33,8 +33,6 @@ MACHINE = Machine(2, 4, 8e9, 1e9, 1e9, 1e12)
 LLAMA = LlamaConfig(**_WIDE, num_hidden_layers=6, max_position_embeddings=8192)
 TIED = copy.deepcopy(LLAMA)
 TIED.tie_word_embeddings = True
-THREE_DENSE = copy.deepcopy(GLM)
-THREE_DENSE.num_hidden_layers, THREE_DENSE.first_k_dense_replace = 12, 3
 # The end of its backward, the gradient of the embedding, takes the most in a shallow one, and the
 # beginning in this.
 DEEP = LlamaConfig(**_NARROW, vocab_size=8000, intermediate_size=128, num_hidden_layers=16)

@@ -18,11 +18,9 @@ GROUPS = [
     [
         "llama4_text",  # a mask in chunks, and layers that hand on more than hidden states
         "lfm2_moe",  # convolutions
-        "gemma2",  # capped scores
     ],
     [
         "qwen3_5_moe",  # experts with a state
-        "moss_transcribe_diarize",  # hidden positions
         "mamba2",  # no attention
     ],
 ]

@@ -29,9 +29,9 @@ def options_of(*arguments: str) -> Namespace:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [  # ranks that share rows, spread experts, and frozen weights
+    [  # ranks that share rows, and spread experts
         ("llama", {"parallel.context": 2, "model.activation_checkpointing": "full"}),
-        pytest.param("glm", {"lora.rank": 4}, marks=pytest.mark.full),
+        pytest.param("glm", {}, marks=pytest.mark.full),
     ],
 )
 def test_a_drawn_mesh_has_one_plan_whoever_asks(name, values, tmp_path):

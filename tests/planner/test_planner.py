@@ -23,7 +23,6 @@ from helpers.planned import (
     LLAMA,
     MACHINE,
     STEPS,
-    THREE_DENSE,
     configured,
 )
 from transformers import AutoModelForCausalLM
@@ -73,7 +72,6 @@ def test_a_cut_model_ends_as_the_whole_one_does(kinds, expected):
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (THREE_DENSE, ["parallel.expert=4"]),
                 (GLM, ["lora.rank=8", "model.activation_checkpointing=selective"]),
                 (DEEP, ["model.activation_checkpointing=none"]),
             )

@@ -68,7 +68,6 @@ EXPERTS = "parallel.expert=8"
 SHAPES = {
     "gpt-oss-120b": (1, 117, EXPERTS),  # sinks and windows
     "deepseek-v3": (16, 671, EXPERTS),  # latent attention
-    "qwen3.5-35b-a3b": (1, 35, EXPERTS),  # layers with a state
 }
 
 

@@ -32,7 +32,7 @@ EXPERT_LAYERS, MICRO_BATCHES = 2, 2
 
 LORA, SELECTIVE = "lora.rank=8", "model.activation_checkpointing=selective"
 LONG_CASES = [
-    (2, "glm", [[], [LORA, EXPERTS], [BF16, EIGHT_BIT, EXPERTS]]),
+    (2, "glm", [[LORA, EXPERTS], [BF16, EIGHT_BIT, EXPERTS]]),
     (
         4,
         "glm",
