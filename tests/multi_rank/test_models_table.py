@@ -16,6 +16,7 @@ from benchmarks.models import COLUMNS, DISTANCES, MESHES, TABLE, Row, architectu
 SINKS = ["gpt_oss"]
 GROUPS = [
     [
+        "deepseek_v4",  # keys that are not tokens
         "llama4_text",  # a mask in chunks, and layers that hand on more than hidden states
         "lfm2_moe",  # convolutions
     ],

@@ -106,7 +106,10 @@ def test_a_compiled_update_gives_the_same_bits(tmp_path, models):
 @pytest.mark.parametrize(
     ("gpus", "name", "assignments"),
     [
+        (2, "qwen3", [EIGHT_BITS]),
         (2, "glm", ["parallel.expert=2", BFLOAT16, EIGHT_BITS]),
+        (2, "llama", ["parallel.replicate=2", "model.reduce_dtype=bfloat16"]),
+        (2, "llama", ["parallel.stages=2"]),
         (2, "qwen3", ["parallel.stages=2", BFLOAT16, "model.init=random"]),
         (4, "glm", ["parallel.stages=2", "parallel.expert=2", "train.micro_batch_size=2"]),
     ],

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.data.batch import Batch
 from shardtune.model import loss as loss_module
-from shardtune.model.loss import LossHead
+from shardtune.model.loss import LossHead, use_loss_head
 from shardtune.planner.arithmetic.machine import launched
 from shardtune.planner.simulation.tracker import Tracker
 
@@ -38,6 +39,21 @@ def test_a_model_may_change_its_logits_in_place(has_bias):
     head, _ = a_head(16, 331, has_bias, torch.float32, torch.arange(5))
     head.makes_logits = True
     assert not head(torch.randn(1, 9, 16, requires_grad=True))._is_view()
+
+
+class CapsInPlace(LlamaForCausalLM):
+    def forward(self, *given: Any, **options: Any) -> Any:
+        output = super().forward(*given, **options)
+        output.logits.clamp_(-1, 1)
+        return output
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, CapsInPlace])
+def test_a_head_returns_the_loss_only_where_nothing_changes_its_logits(kind):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = kind(LlamaConfig(vocab_size=97, num_hidden_layers=1, **sizes))
+    said = use_loss_head(model, torch.device("cpu"))
+    assert (said is None) == model.get_output_embeddings().is_last == (kind is LlamaForCausalLM)
 
 
 def gradients_of(loss: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
