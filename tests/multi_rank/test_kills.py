@@ -73,15 +73,15 @@ def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
 
 
 def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
-    """Yield a call of each kind in the second save as rank, operation, pattern and count: in turns
-    the first one and the last."""
+    """Yield calls of the second save as rank, operation, pattern and count: of every second kind on
+    each rank, in turns the first one and the last."""
     noting = Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls)
     finish(run(folder, "train.max_steps=3", "checkpoint.keep=1", faults=(noting,)))
     is_last = True
     for rank in (0, 1):
         second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
         calls = [tuple(call) for call in listed]
-        for operation, pattern in dict.fromkeys(calls[second:]):
+        for operation, pattern in [*dict.fromkeys(calls[second:])][rank::2]:
             if (operation == "mkdir" and "huggingface" not in pattern) or (
                 rank and pattern.endswith("/checkpoints")
             ):
