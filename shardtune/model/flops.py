@@ -27,7 +27,7 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.documents.one_by_one import keeps_states_only, recurrence_flops, state_mixers
-from shardtune.model.parts import is_in_list, is_stack, layer_types, met_numel
+from shardtune.model.parts import is_in_list, is_stack, layer_types, met_numel, stacked_experts
 from shardtune.model.traits import EXPERTS, TOP_K, heads, number, top_k
 
 # The setting with the span of each layer type. Other types have no pairs, or the data decides.
@@ -102,8 +102,9 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     # Of a model that sees or hears too, only the decoder runs on text.
     decoder = model if config is model.config else model.get_decoder()
     skipped = _embeddings_and_head(model)
+    routed = {id(p) for _, experts, _ in stacked_experts(model) for p in experts.parameters()}
     per_token = [
-        (p, 2.0 * p.numel() * _used_share(name, p, config))
+        (p, 2.0 * p.numel() * _used_share(name, p, config, id(p) in routed))
         for name, p in decoder.named_parameters()
         if id(p) not in skipped
     ]
@@ -168,8 +169,11 @@ def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
     return {id(p) for module in [*modules, *filter(None, [head])] for p in module.parameters()}
 
 
-def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """Return the share of a parameter by which a token is multiplied."""
+def _used_share(name: str, parameter: nn.Parameter, config: Any, is_routed: bool) -> float:
+    """Return the share of a parameter by which a token is multiplied.
+
+    `is_routed`: its module takes a router's choices, whatever the settings are called.
+    """
     # A state decays by A_log and passes D, element by element. Decoders made for an encoder keep
     # the attention to it, and skip it without one. An indexer has no backward.
     is_elementwise = parameter.dim() < 2 or name.endswith(("bias", "A_log", ".D"))
@@ -179,7 +183,8 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel
         return 1.0
     met, stack, configured = number(config, *TOP_K), parameter.shape[0], number(config, *EXPERTS)
-    if not configured and is_stack(parameter) and stack > 1 and "expert" not in name:
+    is_of_experts = configured or is_routed or "expert" in name
+    if is_stack(parameter) and stack > 1 and not is_of_experts:
         return 1.0  # each head or block of a token's features has a part
     experts = configured if is_listed else stack
     is_named_so = "expert" in name or configured == stack

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distTest.workloads.tiny import tiny_config
 from shardtune.config import LoraConfig
+from shardtune.model import flops
 from shardtune.model.documents.one_by_one import recurrence_flops, state_mixers
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 from shardtune.model.lora import add_adapters, draw_factors
@@ -134,6 +135,16 @@ def test_the_flops_of_long_rows_do_not_overflow():
 def test_an_architecture_that_attends_otherwise_has_no_flops():
     with pytest.raises(NotCounted, match="deepseek_v4 has layers of type"):
         count_flops(packing_families.build("deepseek_v4"))
+
+
+def test_experts_whose_settings_nobody_knows_have_no_flops(monkeypatch):
+    model = build("experts, equal")
+    for layer in model.model.layers:
+        layer.mlp.specialists = layer.mlp._modules.pop("experts")
+    for names in ("TOP_K", "EXPERTS"):
+        monkeypatch.setattr(flops, names, ("picks",))
+    with pytest.raises(NotCounted, match="how often a token meets its layers.0.mlp.specialists"):
+        count_flops(model)
 
 
 @pytest.mark.parametrize(
