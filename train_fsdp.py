@@ -33,11 +33,16 @@ with imports_without_gc():  # else each start takes a second longer
     from shardtune.training import optim
     from shardtune.training.build_context import build_train_context, find_pending_model
     from shardtune.training.context import TrainContext
-    from shardtune.training.data_and_schedule import make_schedule, prefetch, read_data
+    from shardtune.training.data_and_schedule import (
+        make_schedule,
+        prefetch,
+        read_data,
+        read_encoder,
+    )
     from shardtune.training.evaluate import evaluate, find_pending_evaluation
     from shardtune.training.observers.metrics import StepEnded, StepStats, all_gather_step_stats
     from shardtune.training.out_of_memory import step_fits, weights_fit
-    from shardtune.training.read_model import read_model_files
+    from shardtune.training.read_model import read_assets, read_model_files
     from shardtune.training.run import open_run
     from shardtune.training.start_log import describe_start, start_logging
 
@@ -53,9 +58,11 @@ def main() -> None:
     world = join_world(config)
     start_logging(config, world)
     run = open_run(config, world)  # its directory, and the checkpoint that it resumes from
-    model_config, facts, assets = read_model_files(run)
+    model_config, facts = read_model_files(run)
     plan = RunPlan(run, model_config)
-    data = read_data(run, model_config)
+    encoder = read_encoder(run)
+    assets = read_assets(run, model_config, encoder)
+    data = read_data(run, model_config, encoder)
     schedule = make_schedule(run, data)
     pending_evaluation = find_pending_evaluation(run, data, schedule)
     pending_model = find_pending_model(run, schedule)

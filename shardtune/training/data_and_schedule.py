@@ -15,6 +15,7 @@ from shardtune.checkpoint import resume_rules
 from shardtune.config import Config, SchedulerConfig
 from shardtune.data import dataset
 from shardtune.data.batch import Batch, build_batch
+from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.dataset import PreparedData, added_tokens
 from shardtune.data.schedule import Position, Schedule, Step, source_weights
 from shardtune.distributed.progress import Phase
@@ -29,15 +30,20 @@ from shardtune.training.run import Run
 StepBatches = tuple[Step, list[Batch]]
 
 
-def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
+def read_encoder(run: Run) -> ChatEncoder:
+    """Read the tokenizer and the chat template. Refuses a model without, and unknown options."""
+    config = run.config
+    return run.world.run_on_all_ranks(
+        lambda: dataset.build_encoder(config.model, config.data, run.date)
+    )
+
+
+def read_data(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) -> PreparedData:
     """Tokenize the data, or open its cache.
 
     Refuses broken data, and data or a model that differ from another node's or the checkpoint's.
     """
     config, world, resumed = run.config, run.world, run.resumed
-    encoder = world.run_on_all_ranks(
-        lambda: dataset.build_encoder(config.model, config.data, run.date)
-    )
     folder = world.on_local_rank0(lambda: str(dataset.prepare_data(config.data, encoder)))
     data = dataset.open_prepared(Path(folder))
     vocabulary = model_config.get_text_config().vocab_size

@@ -1,6 +1,5 @@
 """Read the files of a model beside its weights, and refuse a model that cannot be trained."""
 
-import datetime
 import json
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from shardtune.checkpoint.export.model_files import (
 )
 from shardtune.config import Config
 from shardtune.data import dataset
+from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import all_of
@@ -47,10 +47,10 @@ from shardtune.training.run import Run
 _NAMED_TEMPLATES = "additional_chat_templates"
 
 
-def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, bytes]]:
-    """Read the model's configuration and facts, fetch its weights, and read the files beside them.
+def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts]:
+    """Read the model's configuration and facts, and fetch its weights.
 
-    Refuses a model that cannot be trained or exported, missing data, and two revisions of a model.
+    Refuses a model that cannot be trained, missing data, and two revisions of a model.
     """
     # All checks that need no weights come before the weights are fetched, which takes long.
     config, world = run.config, run.world
@@ -67,13 +67,26 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, 
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     world.require_same({what: revision}, "fetch one revision, or name a directory")
-    stops, template = world.on_rank0(lambda: _read_ends_and_template(config))
-    assets = world.run_on_all_ranks(lambda: _read_assets(config, stops, template))
-    for note in read_new_tokens(config.model).notes:
+    return model_config, facts
+
+
+def read_assets(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) -> dict[str, bytes]:
+    """Read the files beside the weights, and return them as exported models have them, by name.
+
+    Refuses a model that cannot be exported, and frozen weights that differ between nodes.
+    """
+    config, world, folder = run.config, run.world, _folder_of(run.config.model.path)
+    assets = world.run_on_all_ranks(lambda: _with_ends(model_assets(folder), config, encoder))
+    notes = [describe_type(folder, model_config), describe_quantised(folder)]
+    for note in filter(None, [*read_new_tokens(config.model).notes, *notes]):
         logger.info(note)
-    folder = _folder_of(config.model.path)
-    for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
-        logger.info(note)
+    templates = encoder.tokenizer.chat_template
+    if isinstance(templates, dict) and (folder / _NAMED_TEMPLATES).is_dir():
+        names = ", ".join(sorted(templates.keys() - {"default"}))
+        logger.warning(
+            f"{_NAMED_TEMPLATES}/ of the model is not copied into exported models: they lack the "
+            f"chat templates {names}"
+        )
     for link in links_out_of(folder):
         logger.warning(
             f"{link} leads out of its folder, to {link.resolve()}, and is not copied into exported "
@@ -82,33 +95,18 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, ModelFacts, dict[str, 
     if config.model.init == "pretrained":
         # Nodes may have disks of their own, whose copies of the model must be equal.
         source = world.on_rank0(lambda: list_source(config.model.path))
-        if run.world.layout.is_lora:
+        if world.layout.is_lora:
             source["weights"] = _identify_frozen(run)
         assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets, folder))
     if config.model.new_tokens:
         assets = with_new_tokens(assets, model_config.get_text_config())
-    return model_config, facts, assets
+    return assets
 
 
-def _read_ends_and_template(config: Config) -> tuple[list[int], str | None]:
-    """Return the tokens with which training ends texts and turns, and its chat template.
-
-    The template is None where there is none, or several by name.
-    """
-    encoder = dataset.build_encoder(config.model, config.data, datetime.date.today())
-    template = encoder.tokenizer.chat_template
-    if isinstance(template, dict) and (_folder_of(config.model.path) / _NAMED_TEMPLATES).is_dir():
-        names = ", ".join(sorted(template.keys() - {"default"}))
-        logger.warning(
-            f"{_NAMED_TEMPLATES}/ of the model is not copied into exported models: they lack the "
-            f"chat templates {names}"
-        )
-    return encoder.stop_token_ids, template if isinstance(template, str) else None
-
-
-def _read_assets(config: Config, stops: list[int], template: str | None) -> dict[str, bytes]:
-    source = model_assets(_folder_of(config.model.path))
+def _with_ends(source: dict[str, bytes], config: Config, encoder: ChatEncoder) -> dict[str, bytes]:
+    """Return the files with the stops, the new tokens and the chat template of training."""
+    stops, template = encoder.stop_token_ids, encoder.tokenizer.chat_template
     assets = with_stops(source, stops)
     if assets != source:
         logger.info(
@@ -116,11 +114,11 @@ def _read_assets(config: Config, stops: list[int], template: str | None) -> dict
             "training ends texts; by that of the source generate() would go on behind some"
         )
     if config.model.new_tokens:
-        encoder = dataset.build_encoder(config.model, config.data, datetime.date.today())
         pieces = read_new_tokens(config.model).pieces
         new = [i for i, ids in pieces.items() if ids != [i]]
         assets = with_tokens(assets, encoder.tokenizer, new)
-    return with_template(assets, template) if template else assets
+    # Several templates have names, and stand in files of their own.
+    return with_template(assets, template) if template and isinstance(template, str) else assets
 
 
 def _read_trainable(config: Config, world: World) -> tuple[PretrainedConfig, ModelFacts]:

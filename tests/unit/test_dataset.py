@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from shardtune.config import DataConfig, LoraConfig, ModelConfig
 from shardtune.data.records import Outcome
-from shardtune.training.data_and_schedule import read_data
+from shardtune.training.data_and_schedule import read_data, read_encoder
 
 
 def test_every_form_trains_what_the_model_must_write(model, tmp_path):
@@ -399,5 +399,5 @@ def test_lora_warns_of_added_tokens_that_no_template_writes(is_lora, tmp_path, c
     )
     run: Any = SimpleNamespace(config=config, world=world, resumed=None, date=date.today())
     with caplog.at_level(logging.WARNING, "shardtune"):
-        read_data(run, AutoConfig.from_pretrained(model))
+        read_data(run, AutoConfig.from_pretrained(model), read_encoder(run))
     assert [re.findall(r"<.+?>", line) for line in caplog.messages] == [["<|query|>"]] * is_lora
