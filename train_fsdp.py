@@ -59,9 +59,9 @@ def main() -> None:
     start_logging(config, world)
     run = open_run(config, world)  # its directory, and the checkpoint that it resumes from
     model_config, facts = read_model_files(run)
-    plan = RunPlan(run, model_config)
     encoder = read_encoder(run)
     assets = read_assets(run, model_config, encoder)
+    plan = RunPlan(run, model_config)
     data = read_data(run, model_config, encoder)
     schedule = make_schedule(run, data)
     pending_evaluation = find_pending_evaluation(run, data, schedule)
