@@ -124,33 +124,6 @@ def test_compiled_layers_exchange_tokens(check_exact):
     assert int(re.findall("^Compiled operations: (.+)", said, re.MULTILINE)[-1]) > 50
 
 
-def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
-    """Train with graphs that run as they are; print how many there are and where they end."""
-    torch.compile = partial(torch.compile, backend="eager")
-    before_backward = ReshardPolicy.before_backward
-
-    def printing(*given: Any, **options: Any) -> None:
-        print("Graphs:", counters["stats"]["unique_graphs"])
-        for reason in counters["graph_break"]:
-            print("Break:", *reason.split())
-        before_backward(*given, **options)
-
-    cast(Any, ReshardPolicy).before_backward = printing
-    run_script(arguments)
-
-
-@pytest.mark.full
-def test_compiled_layers_break_at_attention_and_spread_experts_alone(sharp, tmp_path):
-    """In GLM's layers these are the experts of a router and those that run while tokens travel."""
-    given = ["parallel.expert=2", "train.max_steps=2", "export.final=false", COMPILED, FULL]
-    given = on_uneven_chats(sharp["glm4_moe"], tmp_path, *given)
-    said = finish(train(2, *given, cwd=tmp_path, work=train_in_graphs_and_print_breaks))
-    breaks = re.findall("^Break: .*? function `<?(?:function )?([\\w.]+)", said, re.MULTILINE)
-    # FSDP2's hooks, of which experts have their own, call `disable`.
-    assert set(breaks) == {"document_attention", "SharedExperts._output", "disable"}
-    assert set(re.findall(r"^Graphs: (\d+)", said, re.MULTILINE)) == {"10"}
-
-
 @pytest.mark.parametrize("how", [[], [FULL]])
 def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(how, tokenizer, tmp_path):
     records = uneven_chats()[:2]

@@ -21,7 +21,6 @@ GROUPS = [
         "lfm2_moe",  # convolutions
     ],
     [
-        "qwen3_5_moe",  # experts with a state
         "mamba2",  # no attention
     ],
 ]

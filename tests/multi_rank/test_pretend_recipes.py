@@ -36,11 +36,3 @@ def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates
     model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
     with_layers(model_config, 4).save_pretrained(tmp_path)
     require_plan(REPOSITORY / "config.yaml", tmp_path, 16, 16, BASE)
-
-
-def test_the_plan_of_a_recipe_for_long_rows_is_what_a_pretended_gpu_allocates(tmp_path):
-    """With three layers, in rows of 131,072 tokens."""
-    model_config = AutoConfig.from_pretrained(CONFIGS / "qwen3-30b-a3b-2507")
-    with_layers(model_config, 3).save_pretrained(tmp_path)
-    given = ["model.init=random", "train.gradient_accumulation_steps=2"]
-    require_plan(REPOSITORY / "examples/long-rows-qwen3-30b-a3b.yaml", tmp_path, 8, 80, given)

@@ -31,7 +31,6 @@ def options_of(*arguments: str) -> Namespace:
     ("name", "values"),
     [  # ranks that share rows, and spread experts
         ("llama", {"parallel.context": 2, "model.activation_checkpointing": "full"}),
-        pytest.param("glm", {}, marks=pytest.mark.full),
     ],
 )
 def test_a_drawn_mesh_has_one_plan_whoever_asks(name, values, tmp_path):

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from shardtune.checkpoint.load import read_tensor
 from shardtune.checkpoint.manifest import open_checkpoint
 from shardtune.config import Config
-from shardtune.distributed import compiling
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model.source.masters import take_master
@@ -83,23 +81,6 @@ def test_losses_norms_and_checkpoints_are_those_of_a_run_without(tmp_path, model
         [len(waits) for waits in waits_of(folder / kind)] for kind in ("with", "without")
     )
     assert with_offload[::2] == without[::2]
-
-
-def train_compiled(assignments: list[str]) -> None:
-    """Update by graphs that PyTorch runs operator by operator, in place of Triton's kernels."""
-    torch.compile = partial(torch.compile, backend="aot_eager")
-    compiling.can_compile = lambda _: True
-    train_in_pieces(assignments)
-
-
-@pytest.mark.full
-def test_a_compiled_update_gives_the_same_bits(tmp_path, models):
-    folder = write_inputs(tmp_path / "runs", models["qwen3"])
-    for kind, value in (("without", "false"), ("with", "true")):
-        given = [BFLOAT16, EIGHT_BITS, f"optimizer.offload={value}", f"run.dir={kind}"]
-        said = finish(on_gpus(1, train_compiled, [*RUN, *given, "model.compile=false"], cwd=folder))
-        assert "eager" not in said
-    assert_alike(folder / "with", folder / "without")
 
 
 @pytest.mark.full

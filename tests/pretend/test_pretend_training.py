@@ -37,8 +37,7 @@ LONG_CASES = [
         4,
         "glm",
         [
-            ["parallel.replicate=2", EXPERTS, SELECTIVE],
-            [EXPERTS, EIGHT_BIT, FULL],
+            ["parallel.replicate=2", EXPERTS, EIGHT_BIT, SELECTIVE],
             ["parallel.context=2", "parallel.stages=2"],
         ],
     ),

@@ -46,7 +46,7 @@ def test_no_crash_breaks_a_promise(ranks, disks, judges):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "disks"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "disks"), [(1, 1), (2, 2)])
 def test_every_sync_and_every_rename_is_needed(ranks, disks, judges):
     """Except those that a later sync repeats, and those of other disks' copies of assets.
 
