@@ -97,7 +97,6 @@ LARGE = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 5, "n_r
     [
         (SMALL, 4, 1, 1),  # each rank holds columns of every expert
         (SMALL, 4, 2, 2),
-        pytest.param(LARGE, 8, 2, 1, marks=pytest.mark.full),
         pytest.param(LARGE, 8, 1, 2, marks=pytest.mark.full),
     ],
 )

@@ -18,11 +18,8 @@ GROUPS = [
     [
         "deepseek_v4",  # keys that are not tokens
         "llama4_text",  # a mask in chunks, and layers that hand on more than hidden states
-        "lfm2_moe",  # convolutions
     ],
-    [
-        "mamba2",  # no attention
-    ],
+    ["mamba2"],  # no attention
 ]
 with TABLE.open(encoding="utf-8", newline="") as opened:
     FOUND: dict[str, Row] = {row["model type"]: row for row in csv.DictReader(opened)}

@@ -155,33 +155,25 @@ def test_a_world_of_one_copies_its_weights_once_a_step(sharp, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "copies", "words"),
+    ("family", "more"),
     [
-        pytest.param("llama", ["model.compute_dtype=float32"], 0, "not copied", id="float32"),
-        pytest.param(
-            *("glm", [BFLOAT16, "lora.rank=4", "lora.dropout=0.1"], 3),
-            "copied once a step (0.00 GB",
-            marks=FULL,
-            id="adapters",
-        ),
+        ("llama", ["model.compute_dtype=float32"]),
         pytest.param(
             "glm",
             [BFLOAT16, "model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"],
-            *(0, "not copied"),
             marks=FULL,
-            id="bfloat16",
         ),
     ],
 )
 def test_a_world_of_one_copies_no_weight_that_is_stored_as_it_computes(
-    family, more, copies, words, sharp, plain, tmp_path
+    family, more, sharp, plain, tmp_path
 ):
     """The numbers are those of copied ones, and the checkpoint, to the last bit."""
     given = sharp[family], tmp_path
     said, in_steps, steps = on_one_rank(*given, "held", *more)
-    assert in_steps == {copies} and f"Parameters: whole on each rank, {words}" in said
+    assert in_steps == {0} and "Parameters: whole on each rank, not copied" in said
     _, in_steps, all_copied = on_one_rank(*given, "copied", *more, copies_all=True)
-    assert min(in_steps) > copies and steps == all_copied
+    assert min(in_steps) > 0 and steps == all_copied
     held, copied = (
         digests(checkpoint(tmp_path / name, STEPS), "*.safetensors") for name in ("held", "copied")
     )

@@ -37,7 +37,6 @@ def test_the_shipped_configuration_does_what_it_is_for():
     ("page", "number"),
     [
         (PAGE, 7),  # replicas, without stages, which do not fit
-        (PAGE, 10),  # adapters
         (MEMORY, 2),  # long rows, in tiles
     ],
 )
@@ -70,13 +69,7 @@ def test_plans_of_other_keys_have_steps_of_as_many_tokens():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("nic_gbps", "is_shipped"), [(100, True), (3200, False)])
-def test_the_shipped_configuration_is_the_fastest_mesh_of_its_network(nic_gbps, is_shipped):
-    """And on the faster one that of the page."""
-    plan = plan_of(f"--gpu-memory 80 --nic-gbps {nic_gbps}")
+def test_the_shipped_configuration_is_the_fastest_mesh_of_its_network():
+    plan = plan_of("--gpu-memory 80 --nic-gbps 100")
     model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
-    changes = Search(plan, Simulations(model_config)).changes()
-    page = PAGE.read_text(encoding="utf-8")
-    named = re.findall(r"`--gpu-memory 80 --nic-gbps 3200 (.+?)`", page)[0].split()
-    found = {f"{key}={n}" for change in changes for key, n in change.values.items()}
-    assert found == (set() if is_shipped else set(named))
+    assert not list(Search(plan, Simulations(model_config)).changes())

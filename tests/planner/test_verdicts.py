@@ -9,7 +9,6 @@ from benchmarks.plans import CONFIGS, PAGE, VERDICTS, verdict_row
 # The others are written by `python -m benchmarks plans` alone.
 CHECKED = {
     5: "states in host memory",
-    8: "adapters",
     9: "a dense model",
 }
 ROWS = (VERDICTS.search(PAGE.read_text(encoding="utf-8")) or [""] * 3)[2].splitlines()
