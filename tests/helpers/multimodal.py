@@ -19,7 +19,7 @@ from helpers.tiny_models import VOCABULARY
 
 FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "kimi_k25"),
-    *("llama4", "step3p7", "minimax_m3_vl", "mistral_large4", "glm5_next", "muse_glimmer"),
+    *("step3p7", "minimax_m3_vl", "llama4", "mistral_large4", "glm5_next", "muse_glimmer"),
     "mistral3",
 )
 _TEXT = {"vocab_size": VOCABULARY, "eos_token_id": 1, "pad_token_id": 2}

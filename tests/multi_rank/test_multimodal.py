@@ -34,8 +34,7 @@ CASES = [
     *((family, []) for family in QUICK),
     *(
         pytest.param(family, [], marks=pytest.mark.full)
-        # The others are opened in test_text_model.py, and trained by `python -m benchmarks models`.
-        for family in FAMILIES[:8]
+        for family in FAMILIES
         if family not in QUICK
     ),
     *(pytest.param(*case, marks=pytest.mark.full) for case in MORE),
