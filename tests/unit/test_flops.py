@@ -144,7 +144,7 @@ def test_experts_whose_settings_nobody_knows_have_no_flops(monkeypatch):
     for names in ("TOP_K", "EXPERTS"):
         monkeypatch.setattr(flops, names, ("picks",))
     with pytest.raises(
-        NotCounted, match=r"how often a token meets its layers\.0\.mlp\.specialists"
+        NotCounted, match=r"how often a token meets its model\.layers\.0\.mlp\.specialists"
     ):
         count_flops(model)
 
