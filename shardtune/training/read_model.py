@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -76,7 +77,11 @@ def read_assets(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) 
     Refuses a model that cannot be exported, and frozen weights that differ between nodes.
     """
     config, world, folder = run.config, run.world, _folder_of(run.config.model.path)
-    assets = world.run_on_all_ranks(lambda: _with_ends(model_assets(folder), config, encoder))
+    # Each node writes its copy of node 0's: the digests of a checkpoint are of one.
+    ends = world.on_rank0(lambda: [encoder.stop_token_ids, encoder.tokenizer.chat_template])
+    assets = world.run_on_all_ranks(
+        lambda: _with_ends(model_assets(folder), *ends, config, encoder)
+    )
     notes = [describe_type(folder, model_config), describe_quantised(folder)]
     for note in filter(None, [*read_new_tokens(config.model).notes, *notes]):
         logger.info(note)
@@ -104,9 +109,10 @@ def read_assets(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) 
     return assets
 
 
-def _with_ends(source: dict[str, bytes], config: Config, encoder: ChatEncoder) -> dict[str, bytes]:
+def _with_ends(
+    source: dict[str, bytes], stops: list[int], template: Any, config: Config, encoder: ChatEncoder
+) -> dict[str, bytes]:
     """Return the files with the stops, the new tokens and the chat template of training."""
-    stops, template = encoder.stop_token_ids, encoder.tokenizer.chat_template
     assets = with_stops(source, stops)
     if assets != source:
         logger.info(
