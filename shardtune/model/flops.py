@@ -170,10 +170,7 @@ def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
 
 
 def _used_share(name: str, parameter: nn.Parameter, config: Any, is_routed: bool) -> float:
-    """Return the share of a parameter by which a token is multiplied.
-
-    `is_routed`: its module takes a router's choices, whatever the settings are called.
-    """
+    """Return the share of a parameter by which a token is multiplied."""
     # A state decays by A_log and passes D, element by element. Decoders made for an encoder keep
     # the attention to it, and skip it without one. An indexer has no backward.
     is_elementwise = parameter.dim() < 2 or name.endswith(("bias", "A_log", ".D"))
@@ -183,8 +180,8 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any, is_routed: bool
     if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel
         return 1.0
     met, stack, configured = number(config, *TOP_K), parameter.shape[0], number(config, *EXPERTS)
-    is_of_experts = configured or is_routed or "expert" in name
-    if is_stack(parameter) and stack > 1 and not is_of_experts:
+    # What takes a router's choices has experts, whatever they and their settings are called.
+    if is_stack(parameter) and stack > 1 and not (configured or is_routed or "expert" in name):
         return 1.0  # each head or block of a token's features has a part
     experts = configured if is_listed else stack
     is_named_so = "expert" in name or configured == stack

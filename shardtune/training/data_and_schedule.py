@@ -32,9 +32,8 @@ StepBatches = tuple[Step, list[Batch]]
 
 def read_encoder(run: Run) -> ChatEncoder:
     """Read the tokenizer and the chat template. Refuses a model without, and unknown options."""
-    config = run.config
     return run.world.run_on_all_ranks(
-        lambda: dataset.build_encoder(config.model, config.data, run.date)
+        lambda: dataset.build_encoder(run.config.model, run.config.data, run.date)
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -77,15 +76,14 @@ def read_assets(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) 
     Refuses a model that cannot be exported, and frozen weights that differ between nodes.
     """
     config, world, folder = run.config, run.world, _folder_of(run.config.model.path)
-    # Each node writes its copy of node 0's: the digests of a checkpoint are of one.
-    ends = world.on_rank0(lambda: [encoder.stop_token_ids, encoder.tokenizer.chat_template])
-    assets = world.run_on_all_ranks(
-        lambda: _with_ends(model_assets(folder), *ends, config, encoder)
-    )
+    templates = encoder.tokenizer.chat_template
+    template = templates if isinstance(templates, str) else None  # several have files of their own
+    # Of node 0 for all: the digests of a checkpoint are of one copy.
+    ends = world.on_rank0(lambda: [encoder.stop_token_ids, template])
+    assets = world.run_on_all_ranks(lambda: _with_ends(folder, *ends, config, encoder))
     notes = [describe_type(folder, model_config), describe_quantised(folder)]
     for note in filter(None, [*read_new_tokens(config.model).notes, *notes]):
         logger.info(note)
-    templates = encoder.tokenizer.chat_template
     if isinstance(templates, dict) and (folder / _NAMED_TEMPLATES).is_dir():
         names = ", ".join(sorted(templates.keys() - {"default"}))
         logger.warning(
@@ -110,9 +108,10 @@ def read_assets(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) 
 
 
 def _with_ends(
-    source: dict[str, bytes], stops: list[int], template: Any, config: Config, encoder: ChatEncoder
+    folder: Path, stops: list[int], template: str | None, config: Config, encoder: ChatEncoder
 ) -> dict[str, bytes]:
-    """Return the files with the stops, the new tokens and the chat template of training."""
+    """Return a model's files with the stops, the new tokens and the chat template of training."""
+    source = model_assets(folder)
     assets = with_stops(source, stops)
     if assets != source:
         logger.info(
@@ -123,8 +122,7 @@ def _with_ends(
         pieces = read_new_tokens(config.model).pieces
         new = [i for i, ids in pieces.items() if ids != [i]]
         assets = with_tokens(assets, encoder.tokenizer, new)
-    # Several templates have names, and stand in files of their own.
-    return with_template(assets, template) if template and isinstance(template, str) else assets
+    return with_template(assets, template) if template else assets
 
 
 def _read_trainable(config: Config, world: World) -> tuple[PretrainedConfig, ModelFacts]:

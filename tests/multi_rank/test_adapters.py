@@ -15,7 +15,7 @@ import torch
 from helpers.chats import write_jsonl
 from helpers.commands import finish, read_metrics
 from helpers.documented import error_line, refused, require_error_line
-from helpers.exact import FULL, SELECTIVE, STEPS, TWO_ROWS, Mesh
+from helpers.exact import COMPILED, FULL, SELECTIVE, STEPS, TWO_ROWS, Mesh
 from helpers.plain_lora import (
     TARGETS,
     initial_factors,
@@ -104,6 +104,7 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
             for case in (
                 ("glm", Mesh(4, 2, 2, context=2), [TWO_ROWS, SELECTIVE]),
                 ("glm", Mesh(8), []),  # more ranks than experts
+                ("llama", Mesh(1), [COMPILED]),
                 ("experts", Mesh(2, 2), ["lora.targets=experts", FULL]),
             )
         ),

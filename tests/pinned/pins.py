@@ -4,10 +4,8 @@ And the names in all models of transformers, which one process of the tests read
 """
 
 import functools
-import json
 import os
 import sys
-import zlib
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -51,6 +49,11 @@ def _limits(host_memory: Any) -> None:
 
 def _names_of_models(import_utils: Any) -> None:
     """Keep what transformers reads at its import, twice, in a thousand files: 0.8 s of a CPU."""
+    # Not at the import of this file, which each process pays for.
+    import json
+    import zlib
+    from pathlib import Path
+
     read = import_utils.define_import_structure
 
     @functools.cache
@@ -58,28 +61,19 @@ def _names_of_models(import_utils: Any) -> None:
         if not str(path).endswith(("/models", "/models/__init__.py")):
             return read(path, prefix)
         key = zlib.crc32(f"{path} {prefix}".encode())
-        file = f"{os.environ.get('TESTS_FOLDER')}/names-{key}"
-        try:
-            with open(file) as opened:  # noqa: PTH123
-                found = json.load(opened)
-        except (OSError, ValueError):
-            structure = read(path, prefix)
-        else:
-            return {
-                frozenset(packages): {name: {*names} for name, names in modules.items()}
-                for packages, modules in found
-            }
-        listed = [
-            ([*packages], {name: [*names] for name, names in modules.items()})
-            for packages, modules in structure.items()
-        ]
-        try:
-            with open(f"{file}.{os.getpid()}", "w") as opened:  # noqa: PTH123
-                json.dump(listed, opened)
-            os.replace(opened.name, file)  # noqa: PTH105
-        except OSError:  # another user's folder
-            pass
-        return structure
+        file = Path(os.environ["TESTS_FOLDER"], f"names-{key}.json")
+        if not file.exists():
+            found = [
+                ([*packages], {name: [*names] for name, names in modules.items()})
+                for packages, modules in read(path, prefix).items()
+            ]
+            part = file.with_suffix(f".{os.getpid()}")  # others read a whole file
+            part.write_text(json.dumps(found), encoding="utf-8")
+            part.replace(file)
+        return {
+            frozenset(packages): {name: {*names} for name, names in modules.items()}
+            for packages, modules in json.loads(file.read_text(encoding="utf-8"))
+        }
 
     import_utils.define_import_structure = kept
 
