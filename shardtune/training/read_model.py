@@ -77,10 +77,10 @@ def read_assets(run: Run, model_config: PretrainedConfig, encoder: ChatEncoder) 
     """
     config, world, folder = run.config, run.world, _folder_of(run.config.model.path)
     templates = encoder.tokenizer.chat_template
-    template = templates if isinstance(templates, str) else None  # several have files of their own
+    one = templates if isinstance(templates, str) else None  # several have files of their own
     # Of node 0 for all: the digests of a checkpoint are of one copy.
-    ends = world.on_rank0(lambda: [encoder.stop_token_ids, template])
-    assets = world.run_on_all_ranks(lambda: _with_ends(folder, *ends, config, encoder))
+    stops, template = world.on_rank0(lambda: (encoder.stop_token_ids, one))
+    assets = world.run_on_all_ranks(lambda: _with_ends(folder, stops, template, config, encoder))
     notes = [describe_type(folder, model_config), describe_quantised(folder)]
     for note in filter(None, [*read_new_tokens(config.model).notes, *notes]):
         logger.info(note)
